@@ -1,0 +1,41 @@
+# Two commands set up everything on a fresh clone:  make demo   and   make test
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# The demo and the tests need one framework build; any torch >= 2.6 works for your own jobs.
+TORCH  ?= torch==2.13.0
+
+.PHONY: demo test check bench protos docs clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test,check]'
+	@touch $@
+
+demo: $(VENV)/.installed          ## run the main job: two RL jobs alone, then sharing one accelerator
+	$(BIN)/coslice demo
+
+test: $(VENV)/.installed          ## all tests: core, fakes, real processes
+	$(BIN)/pytest -n 2 --dist loadgroup tests
+
+check: $(VENV)/.installed         ## ruff, mypy strict, import contracts
+	$(BIN)/ruff check src tests tools examples
+	$(BIN)/ruff format --check src tests tools examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed         ## latencies, as ratios to an echo of the same run
+	$(BIN)/coslice bench handoff --nodes 1
+	$(BIN)/coslice bench handoff --nodes 8
+
+protos:                           ## regenerate src/coslice/wire/v1 with a pinned compiler
+	test -d .venv-protos || $(PYTHON) -m venv .venv-protos
+	.venv-protos/bin/pip install --quiet 'grpcio-tools==1.76.0' 'mypy-protobuf==3.7.0' 'setuptools<81'
+	PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python tools/protos.py
+
+docs: $(VENV)/.installed          ## regenerate docs/state-machine.md from the core
+	$(BIN)/python tools/state_machine.py > docs/state-machine.md
+
+clean:
+	rm -rf $(VENV) .venv-protos build .pytest_cache .mypy_cache .ruff_cache

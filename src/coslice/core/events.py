@@ -1,0 +1,279 @@
+"""What happened. Past tense, immutable, and each says when: ``at`` is seconds on the driver's clock.
+
+Two unions: ``GroupEvent`` is what a group's lock hears (core.group), ``NodeEvent`` what one node's holdings
+for one group hear (core.context).
+"""
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from coslice.core.ids import Epoch, Incarnation, JobId, MemberId, NodeId, OpId, RequestId, SessionId
+
+
+class ContextState(StrEnum):
+    """Where the state of one job is, on one node, for one group."""
+
+    LIVE = "live"  # on the device (or about to be created there)
+    LEAVING = "leaving"
+    SAVED = "saved"  # in host memory
+    RETURNING = "returning"
+    LOST = "lost"  # gone, with a reason; the next registration of the job starts afresh
+
+
+class ContextFact(Struct, frozen=True, kw_only=True):
+    """What an agent says of one job. A job without processes and without state has no fact at all."""
+
+    job: JobId
+    state: ContextState
+    bytes: int = 0
+    pids: tuple[int, ...] = ()
+    incarnation: Incarnation = Incarnation("")
+    reason: str = ""
+
+
+class NodeFacts(Struct, frozen=True, kw_only=True):
+    """An agent's own word on what it holds for one group; the orchestrator only keeps a copy."""
+
+    version: int = 0
+    contexts: tuple[ContextFact, ...] = ()
+    device_budget: int = 0
+    device_used: int = 0
+    host_budget: int = 0
+    host_used: int = 0
+    accelerator: str = "host"
+
+
+class _Event(Struct, frozen=True, kw_only=True, tag=True):
+    at: float
+    """Seconds on the driver's clock. The core has no other notion of time."""
+
+
+# ── the group ──────────────────────────────────────────────────────────────
+
+
+class AcquireRequested(_Event, frozen=True, kw_only=True):
+    job: JobId
+    incarnation: Incarnation
+    session: SessionId
+    request: RequestId
+    world: int = 0
+    """0: the lease ends when every participant has yielded. N: when N participants have."""
+    need: int = 0
+    """Declared device memory in bytes per node; 0: unknown."""
+    more: bool = False
+    """Part of a request for several groups: the confirmation clock starts at ``AcquireCompleted``."""
+    phase: str = ""
+
+
+class AcquireCompleted(_Event, frozen=True, kw_only=True):
+    """Every group of a request for several is granted; the answer goes to the client now."""
+
+    request: RequestId
+
+
+class AcquireAbandoned(_Event, frozen=True, kw_only=True):
+    """The caller went away (cancelled, timed out) before it confirmed a grant."""
+
+    request: RequestId
+    reason: str = ""
+
+
+class GrantConfirmed(_Event, frozen=True, kw_only=True):
+    request: RequestId
+
+
+class LeaseYielded(_Event, frozen=True, kw_only=True):
+    job: JobId
+    session: SessionId
+    epoch: Epoch
+
+
+class SessionLost(_Event, frozen=True, kw_only=True):
+    """The stream of a client ended without a goodbye; its grace begins."""
+
+    session: SessionId
+
+
+class SessionResumed(_Event, frozen=True, kw_only=True):
+    """The client is back within its grace; this is how a lease is renewed."""
+
+    session: SessionId
+
+
+class SessionClosed(_Event, frozen=True, kw_only=True):
+    """The client said goodbye: its waiters and leases end now."""
+
+    session: SessionId
+
+
+class NodeAttached(_Event, frozen=True, kw_only=True):
+    node: NodeId
+    epoch: Epoch
+    """The highest epoch this agent ever saw for the group."""
+    facts: NodeFacts
+
+
+class NodeDetached(_Event, frozen=True, kw_only=True):
+    node: NodeId
+
+
+class NodeReported(_Event, frozen=True, kw_only=True):
+    node: NodeId
+    facts: NodeFacts
+
+
+class OpSucceeded(_Event, frozen=True, kw_only=True):
+    op: OpId
+    node: NodeId
+    restored: bool = False
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    facts: NodeFacts | None = None
+
+
+class OpFailed(_Event, frozen=True, kw_only=True):
+    op: OpId
+    node: NodeId
+    culprit: JobId
+    reason: str
+    stuck: bool = False
+    """The culprit is still on the device: nobody else can be granted until it left."""
+    pid: int = 0
+    facts: NodeFacts | None = None
+
+
+class NodesChanged(_Event, frozen=True, kw_only=True):
+    nodes: tuple[NodeId, ...]
+
+
+class JobForgotten(_Event, frozen=True, kw_only=True):
+    """An operator, or the reaping of a finished run, says that this job is over."""
+
+    job: JobId
+
+
+class DeadlinePassed(_Event, frozen=True, kw_only=True):
+    """The driver woke up because ``next_deadline`` was reached."""
+
+
+GroupEvent = (
+    AcquireRequested
+    | AcquireCompleted
+    | AcquireAbandoned
+    | GrantConfirmed
+    | LeaseYielded
+    | SessionLost
+    | SessionResumed
+    | SessionClosed
+    | NodeAttached
+    | NodeDetached
+    | NodeReported
+    | OpSucceeded
+    | OpFailed
+    | NodesChanged
+    | JobForgotten
+    | DeadlinePassed
+)
+
+
+# ── one node's holdings for one group ──────────────────────────────────────
+
+
+class MakeResidentCommanded(_Event, frozen=True, kw_only=True):
+    op: OpId
+    epoch: Epoch
+    job: JobId
+    need: int = 0
+
+
+class MemberRegistered(_Event, frozen=True, kw_only=True):
+    """A process offers its state. It may come back (same member), then it says where the state is."""
+
+    job: JobId
+    incarnation: Incarnation
+    member: MemberId
+    pid: int
+    start_time: int
+    bytes: int
+    need: int = 0
+    parked: bool = False
+
+
+class MemberResized(_Event, frozen=True, kw_only=True):
+    job: JobId
+    member: MemberId
+    bytes: int
+    need: int = 0
+
+
+class MemberGone(_Event, frozen=True, kw_only=True):
+    """The process exited (or, ``lost``, its channel ended and the process with it)."""
+
+    job: JobId
+    member: MemberId
+    reason: str = ""
+
+
+class UsageMeasured(_Event, frozen=True, kw_only=True):
+    """Device memory of one job as measured now: all its members together, above their baselines."""
+
+    job: JobId
+    bytes: int
+
+
+class SnapshotSucceeded(_Event, frozen=True, kw_only=True):
+    job: JobId
+    op: OpId
+    bytes: int
+    residual: int
+    """What the parked processes leave on the device, in bytes."""
+    seconds: float
+
+
+class SnapshotFailed(_Event, frozen=True, kw_only=True):
+    job: JobId
+    op: OpId
+    reason: str
+    busy: bool = False
+    """The state was in use; nothing was touched."""
+
+
+class RestoreSucceeded(_Event, frozen=True, kw_only=True):
+    job: JobId
+    op: OpId
+    bytes: int
+    seconds: float
+
+
+class RestoreFailed(_Event, frozen=True, kw_only=True):
+    job: JobId
+    op: OpId
+    reason: str
+    lost: bool = False
+    """The state cannot be brought back by trying again."""
+
+
+class JobKilled(_Event, frozen=True, kw_only=True):
+    job: JobId
+    reason: str
+
+
+NodeEvent = (
+    MakeResidentCommanded
+    | MemberRegistered
+    | MemberResized
+    | MemberGone
+    | UsageMeasured
+    | SnapshotSucceeded
+    | SnapshotFailed
+    | RestoreSucceeded
+    | RestoreFailed
+    | JobKilled
+    | JobForgotten
+    | DeadlinePassed
+)
+
+Event = GroupEvent | NodeEvent

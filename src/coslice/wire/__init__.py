@@ -1,0 +1,1 @@
+"""Generated protobuf and the one table between errors and wire codes."""
