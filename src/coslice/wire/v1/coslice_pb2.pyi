@@ -1498,6 +1498,7 @@ class GetNodeStatusResponse(google.protobuf.message.Message):
     MEMBERS_FIELD_NUMBER: builtins.int
     ORCHESTRATOR_FIELD_NUMBER: builtins.int
     ATTACHED_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
     node: builtins.str
     accelerator: builtins.str
     orchestrator: builtins.str
@@ -1510,6 +1511,8 @@ class GetNodeStatusResponse(google.protobuf.message.Message):
 
     @property
     def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MemberStatus]: ...
+    @property
+    def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DeviceStatus]: ...
     def __init__(
         self,
         *,
@@ -1520,10 +1523,48 @@ class GetNodeStatusResponse(google.protobuf.message.Message):
         members: collections.abc.Iterable[Global___MemberStatus] | None = ...,
         orchestrator: builtins.str = ...,
         attached: builtins.bool = ...,
+        devices: collections.abc.Iterable[Global___DeviceStatus] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "attached", b"attached", "direct", b"direct", "groups", b"groups", "members", b"members", "node", b"node", "orchestrator", b"orchestrator"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "attached", b"attached", "devices", b"devices", "direct", b"direct", "groups", b"groups", "members", b"members", "node", b"node", "orchestrator", b"orchestrator"]) -> None: ...
 
 Global___GetNodeStatusResponse: typing_extensions.TypeAlias = GetNodeStatusResponse
+
+@typing.final
+class DeviceStatus(google.protobuf.message.Message):
+    """What one group may use on this node."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    ACCELERATOR_FIELD_NUMBER: builtins.int
+    CPUS_FIELD_NUMBER: builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    PEAK_BYTES_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    accelerator: builtins.str
+    """host or cuda"""
+    budget_bytes: builtins.int
+    used_bytes: builtins.int
+    peak_bytes: builtins.int
+    """all jobs together, highest sample so far"""
+    @property
+    def cpus(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """host accelerator: the cores that accelerator sections run on"""
+
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        accelerator: builtins.str = ...,
+        cpus: collections.abc.Iterable[builtins.int] | None = ...,
+        budget_bytes: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+        peak_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "budget_bytes", b"budget_bytes", "cpus", b"cpus", "group", b"group", "peak_bytes", b"peak_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+
+Global___DeviceStatus: typing_extensions.TypeAlias = DeviceStatus
 
 @typing.final
 class MemberStatus(google.protobuf.message.Message):
