@@ -1,0 +1,275 @@
+"""The ``coslice`` command. Each sub-command imports what it needs only when it runs."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coslice.errors import ConfigError, CosliceError
+
+app = typer.Typer(
+    name="coslice",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help=(
+        "Let independent RL training jobs share the same accelerators by taking turns.\n\n"
+        "Start here:  [b]coslice demo[/b]   two real jobs, alone and then together on one accelerator.\n\n"
+        "Your own jobs:  [b]coslice up[/b] in one terminal, then in two others\n"
+        "[b]coslice run --job a -- python train_a.py[/b] and the same for b; [b]coslice status[/b] shows who runs."
+    ),
+)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure coslice itself; every figure is a ratio of one run.")
+app.add_typer(bench_app, name="bench")
+
+Orchestrator = Annotated[
+    str,
+    typer.Option(
+        "--orchestrator", "-o", envvar="COSLICE_ORCHESTRATOR", metavar="HOST:PORT", help="Where it listens."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+DEFAULT_ORCHESTRATOR = "127.0.0.1:50051"
+DEFAULT_AGENT = "127.0.0.1:9001"
+
+
+@app.command()
+def up(
+    group: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--group",
+            "-g",
+            metavar="NAME[:cpus=1,2][:memory=SIZE]",
+            help="A group of accelerators of this machine; repeat for several. Default: one group, [b]default[/b].",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Device memory of each group's host accelerator, e.g. 512MiB."),
+    ] = None,
+    cpus: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Cores of the host accelerator, e.g. 1 or 2,3. Default: the last core."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="[b]host[/b] (CPU cores), [b]cuda[/b], or [b]auto[/b]: cuda where torch finds one.")
+    ] = "auto",
+    host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory for saved state. Default: half of what is available."),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Who goes next: [b]fifo[/b] or [b]fewest_swaps[/b].")] = "fifo",
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of the orchestrator.")
+    ] = DEFAULT_ORCHESTRATOR,
+    agent_listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the agent.")] = DEFAULT_AGENT,
+    state: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Store and journal. Default: ~/.local/state/coslice.")
+    ] = None,
+    ephemeral: Annotated[bool, typer.Option(help="Keep nothing after the end (a temporary folder).")] = False,
+    json: Json = False,
+) -> None:
+    """Run orchestrator and agent of this machine in one process, until Ctrl-C."""
+    from coslice.cli.up import UpOptions, run_up
+
+    run_up(
+        UpOptions(
+            groups=tuple(group or ()),
+            memory=memory,
+            cpus=cpus,
+            device=device,
+            host_memory=host_memory,
+            policy=policy,
+            listen=listen,
+            agent_listen=agent_listen,
+            state=state,
+            ephemeral=ephemeral,
+            json=json,
+        )
+    )
+
+
+@app.command()
+def orchestrator(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT")] = DEFAULT_ORCHESTRATOR,
+    state: Annotated[Path | None, typer.Option(metavar="DIR", help="Store and journal.")] = None,
+    policy: Annotated[str, typer.Option(help="fifo or fewest_swaps.")] = "fifo",
+    json: Json = False,
+) -> None:
+    """Run the orchestrator alone; agents of several nodes dial in."""
+    from coslice.cli.up import run_orchestrator
+
+    run_orchestrator(listen=listen, state=state, policy=policy, json=json)
+
+
+@app.command()
+def agent(
+    node: Annotated[str | None, typer.Option(help="Name of this node. Default: the host name.")] = None,
+    group: Annotated[
+        list[str] | None, typer.Option("--group", "-g", metavar="NAME[:cpus=1,2][:memory=SIZE]")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE")] = None,
+    cpus: Annotated[str | None, typer.Option(metavar="LIST")] = None,
+    device: Annotated[str, typer.Option(help="host, cuda or auto.")] = "auto",
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE")] = None,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT")] = DEFAULT_AGENT,
+    orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
+    state: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
+    json: Json = False,
+) -> None:
+    """Run the Snapshot Agent of this node alone; it dials the orchestrator."""
+    from coslice.cli.up import UpOptions, run_agent
+
+    options = UpOptions(
+        groups=tuple(group or ()),
+        memory=memory,
+        cpus=cpus,
+        device=device,
+        host_memory=host_memory,
+        agent_listen=listen,
+        listen=orchestrator,
+        state=state,
+        node=node,
+        json=json,
+    )
+    run_agent(options)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    job: Annotated[str, typer.Option("--job", "-j", help="Name of the job: one name, one running training.")],
+    group: Annotated[
+        str | None,
+        typer.Option("--group", "-g", help="Group (or several, comma-separated) whose accelerators it uses."),
+    ] = None,
+    need: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Device memory the job needs; without it the first turn evicts all others."),
+    ] = None,
+    world: Annotated[
+        int, typer.Option(help="Processes that share a lease; it ends when all have yielded. 0: whoever took part.")
+    ] = 0,
+    orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
+    agent: Annotated[
+        str, typer.Option("--agent", envvar="COSLICE_AGENT", metavar="HOST:PORT", help="The agent of this node.")
+    ] = DEFAULT_AGENT,
+) -> None:
+    """Run a training command as a job: [b]coslice run --job a -- python train.py[/b]"""
+    from coslice.cli.run import RunOptions, run_job
+
+    options = RunOptions(
+        job=job,
+        group=group,
+        need=need,
+        world=world,
+        orchestrator=orchestrator,
+        agent=agent,
+        command=tuple(context.args),
+    )
+    raise typer.Exit(run_job(options))
+
+
+@app.command()
+def status(
+    group: Annotated[str, typer.Argument(help="One group; all if left out.")] = "",
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it on screen, updated as it changes.")] = False,
+    orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
+    json: Json = False,
+) -> None:
+    """Who runs, who waits, and what is where."""
+    from coslice.cli.show import show_status
+
+    show_status(group, address=orchestrator, watch=watch, as_json=json)
+
+
+@app.command()
+def explain(
+    group: Annotated[str, typer.Argument(help="The group to explain.")],
+    job: Annotated[str, typer.Option("--job", "-j", help="Only what concerns this job.")] = "",
+    last: Annotated[int, typer.Option(help="How many decisions to show.")] = 20,
+    orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
+    json: Json = False,
+) -> None:
+    """Why does a job wait? The group's recent decisions, in prose."""
+    from coslice.cli.show import show_explain
+
+    show_explain(group, job=job, last=last, address=orchestrator, as_json=json)
+
+
+@app.command()
+def demo(
+    jobs: Annotated[int, typer.Option(min=2, max=4, help="How many jobs share the accelerator.")] = 2,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Device memory. Default: room for one job only, measured first."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Alternations of solo and shared blocks.")] = 2,
+    steps: Annotated[int | None, typer.Option(min=4, help="Training steps per block.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One short round: shows the machinery, proves less.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of data, models and sampling.")] = 0,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where journal and replay page go.")] = Path("coslice-demo"),
+) -> None:
+    """The main job: two real GRPO trainings, alone and then together on one accelerator."""
+    from coslice.demo.runner import DemoOptions, main
+
+    options = DemoOptions(
+        jobs=jobs,
+        memory=memory,
+        rounds=rounds,
+        steps=steps,
+        quick=quick,
+        seed=seed,
+        json=str(json) if json else None,
+        out=str(out),
+    )
+    raise typer.Exit(main(options))
+
+
+@app.command()
+def replay(
+    journal: Annotated[Path, typer.Argument(help="A journal written by [b]coslice up[/b] or the demo.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("replay.html"),
+) -> None:
+    """Draw a journal as one self-contained HTML page."""
+    from coslice.cli.show import write_replay
+
+    write_replay(journal, out)
+
+
+@bench_app.command()
+def handoff(
+    nodes: Annotated[int, typer.Option(min=1, max=16, help="Agents, each a process of its own.")] = 1,
+    rounds: Annotated[int, typer.Option(min=20, help="Hand-overs to measure.")] = 300,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")] = None,
+) -> None:
+    """Latency of acquire and hand-over against a unary echo: real processes, real sockets, SQLite FULL."""
+    from coslice.cli.bench import bench_handoff
+
+    bench_handoff(nodes=nodes, rounds=rounds, out=json)
+
+
+def main() -> None:
+    """Entry point: an error of ours is one line on standard error, never a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error, 2)
+    except CosliceError as error:
+        _fail(error, 1)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+
+
+def _fail(error: CosliceError, code: int) -> None:
+    print(f"coslice: {error}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

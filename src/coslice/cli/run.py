@@ -1,0 +1,178 @@
+"""``coslice run``: start a training command as a job, with its identity in the environment.
+
+Everything a job needs to take part is a handful of variables; the command itself runs unmodified, as a child in
+the same terminal and process group, and its exit status is ours.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc
+
+from coslice.cli.rpc import agent_status, group_status
+from coslice.core.ids import check_name
+from coslice.errors import ConfigError, JobRunning, UnknownGroup
+from coslice.sizes import parse_size
+from coslice.wire.v1 import coslice_pb2 as pb
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    job: str
+    group: str | None
+    need: str | None
+    world: int
+    orchestrator: str
+    agent: str
+    command: tuple[str, ...]
+
+
+def run_job(options: RunOptions) -> int:
+    """Run the command to its end; returns its exit status (128 + n if signal n ended it)."""
+    command = _command(options.command)
+    job = _name("job", options.job)
+    need = parse_size(options.need) if options.need else 0
+    state = group_status(options.orchestrator)
+    groups = _groups(options.group, state)
+    _refuse_if_running(job, groups, state)
+    try:
+        node: pb.GetNodeStatusResponse | None = agent_status(options.agent)
+    except grpc.RpcError:
+        node = None
+        print(
+            f"coslice: no agent answers at {options.agent}: {job} will take turns, but its state cannot be moved "
+            "from this node; start one with `coslice up` or `coslice agent`",
+            file=sys.stderr,
+        )
+    environment = job_environment(
+        os.environ,
+        job=job,
+        groups=groups,
+        need=need,
+        world=options.world,
+        orchestrator=options.orchestrator,
+        agent=options.agent if node is not None else "",
+        cpus=_accelerator_cpus(node, groups),
+    )
+    return _supervise(command, environment, _host_cpus(_accelerator_cpus(node, groups)))
+
+
+def job_environment(
+    base: Mapping[str, str],
+    *,
+    job: str,
+    groups: tuple[str, ...],
+    need: int,
+    world: int,
+    orchestrator: str,
+    agent: str,
+    cpus: tuple[int, ...],
+) -> dict[str, str]:
+    """The environment of a job's processes: ``base`` plus the variables that make it a job."""
+    environment = dict(base)
+    environment |= {
+        "COSLICE_ORCHESTRATOR": orchestrator,
+        "COSLICE_JOB": job,
+        "COSLICE_GROUP": ",".join(groups),
+        "COSLICE_INCARNATION": uuid.uuid4().hex,
+        "COSLICE_NEED": str(need),
+        "COSLICE_WORLD": str(world),
+    }
+    environment.pop("COSLICE_AGENT", None)
+    if agent:
+        environment["COSLICE_AGENT"] = agent
+    if cpus:
+        environment["COSLICE_ACCELERATOR_CPUS"] = ",".join(map(str, cpus))
+        # Huge pages make the way back in cheaper: 2 MiB instead of 4 KiB per page fault.
+        environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    return environment
+
+
+def _command(command: tuple[str, ...]) -> list[str]:
+    arguments = list(command[1:] if command[:1] == ("--",) else command)
+    if not arguments:
+        raise ConfigError("nothing to run: write the command after `--`, as in `coslice run --job a -- python train.py`")
+    if shutil.which(arguments[0]) is None:
+        raise ConfigError(f"command not found: {arguments[0]}")
+    return arguments
+
+
+def _name(kind: str, text: str) -> str:
+    try:
+        return check_name(kind, text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _groups(asked: str | None, state: pb.GetStatusResponse) -> tuple[str, ...]:
+    known = sorted(group.group for group in state.groups)
+    if asked is None:
+        if len(known) == 1:
+            return (known[0],)
+        raise ConfigError(f"which group? Say --group with one of: {', '.join(known) or '(there is none yet)'}")
+    groups = tuple(_name("group", part.strip()) for part in asked.split(","))
+    for group in groups:
+        if group not in known:
+            raise UnknownGroup(
+                f"there is no group {group!r}; known groups: {', '.join(known) or '(none)'}",
+                data={"known_groups": ",".join(known)},
+            )
+    return groups
+
+
+def _refuse_if_running(job: str, groups: tuple[str, ...], state: pb.GetStatusResponse) -> None:
+    for group in state.groups:
+        for record in group.jobs:
+            if record.job == job and record.sessions > 0:
+                raise JobRunning(
+                    f"job {job!r} is already running in group {group.group}: stop it, or choose another --job name",
+                    data={"job": job, "group": group.group},
+                )
+
+
+def _accelerator_cpus(node: pb.GetNodeStatusResponse | None, groups: tuple[str, ...]) -> tuple[int, ...]:
+    if node is None:
+        return ()
+    return tuple(sorted({cpu for device in node.devices if device.group in groups for cpu in device.cpus}))
+
+
+def _host_cpus(accelerator: tuple[int, ...]) -> set[int]:
+    """Where a job's work outside accelerator sections runs: every core that is not the accelerator's."""
+    allowed = os.sched_getaffinity(0)
+    return (allowed - set(accelerator)) or allowed
+
+
+def _supervise(command: list[str], environment: dict[str, str], cpus: set[int]) -> int:
+    parent = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare() -> None:  # in the child, before exec: it must not outlive a `coslice run` that is killed
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+        os.sched_setaffinity(0, cpus)
+
+    child = subprocess.Popen(command, env=environment, preexec_fn=prepare)
+
+    def forward(signum: int, _frame: object) -> None:
+        child.send_signal(signum)
+
+    # Ctrl-C reaches the child through the terminal's process group already; we only wait for it to finish.
+    previous = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        previous[signum] = signal.signal(signum, forward)
+    try:
+        code = child.wait()
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+    return code if code >= 0 else 128 - code

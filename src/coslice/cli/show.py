@@ -1,0 +1,127 @@
+"""``coslice status``, ``explain`` and ``replay``: looking, never touching."""
+
+import json
+import sys
+from pathlib import Path
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from coslice.cli.rpc import TIMEOUT, group_status, orchestrator
+from coslice.errors import ConfigError
+from coslice.sizes import format_size
+from coslice.wire.v1 import coslice_pb2 as pb
+
+console = Console(highlight=False)
+
+
+def show_status(group: str, *, address: str, watch: bool, as_json: bool) -> None:
+    if not watch:
+        state = group_status(address, group)
+        if as_json:
+            print(json.dumps(_as_dict(state)))
+        else:
+            console.print(_page(state))
+        return
+    with orchestrator(address) as stub:
+        stream = stub.WatchStatus(pb.GetStatusRequest(group=group), wait_for_ready=False)
+        try:
+            _follow(stream, as_json)
+        except KeyboardInterrupt:
+            stream.cancel()
+
+
+def _follow(stream: "grpc.CallIterator[pb.GetStatusResponse]", as_json: bool) -> None:
+    if as_json:
+        for state in stream:
+            print(json.dumps(_as_dict(state)), flush=True)
+        return
+    with Live(console=console, auto_refresh=False, screen=sys.stdout.isatty()) as live:
+        for state in stream:
+            live.update(_page(state), refresh=True)
+
+
+def _as_dict(message: pb.GetStatusResponse) -> object:
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, use_integers_for_enums=False
+    )
+
+
+def _page(state: pb.GetStatusResponse) -> Group:
+    if not state.groups:
+        return Group(Text("no groups yet: an agent brings them (`coslice up` or `coslice agent`)"))
+    return Group(*(part for group in state.groups for part in (_group(group, state.now), Text())))
+
+
+def _group(group: pb.GroupStatus, now: float) -> Table:
+    table = Table(
+        title=f"group {group.group}   {_headline(group, now)}   swaps {group.swaps}, moved {format_size(group.bytes_moved)}",
+        title_justify="left",
+        title_style="bold",
+        expand=False,
+    )
+    for column in ("job", "lock", "state is", "size", "waits"):
+        table.add_column(column)
+    waits = {waiter.job: waiter for waiter in group.waiters}
+    where: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for node in group.nodes:
+        for context in node.contexts:
+            word = pb.ContextState.Name(context.state).lower()
+            where.setdefault(context.job, []).append(word if len(group.nodes) == 1 else f"{word} on {node.node}")
+            sizes[context.job] = sizes.get(context.job, 0) + context.bytes
+    names = dict.fromkeys([*(job.job for job in group.jobs), *where, *waits])
+    faults = {job.job: job.fault for job in group.jobs if job.fault}
+    for job in names:
+        lock = group.state if job == group.job and group.state != "empty" else ""
+        wait = f"{waits[job].waited_s:.1f} s  {waits[job].reason}" if job in waits else ""
+        state = ", ".join(where.get(job, [])) or "nowhere"
+        if job in faults:
+            state = f"[red]faulted[/red]: {escape(faults[job])}"
+        table.add_row(escape(job), lock, state, format_size(sizes[job]) if job in sizes else "", escape(wait))
+    for node in group.nodes:
+        budget = f"{format_size(node.device_used_bytes)} of {format_size(node.device_budget_bytes)}"
+        host = f"host {format_size(node.host_used_bytes)} of {format_size(node.host_budget_bytes)}"
+        line = f"device {budget}, {host}" if node.attached else "[red]no agent attached[/red]"
+        table.add_row(f"[dim]node {escape(node.node)}[/dim]", "", f"[dim]{line}[/dim]", "", "")
+    return table
+
+
+def _headline(group: pb.GroupStatus, now: float) -> str:
+    age = f"{max(0.0, now - group.since):.1f} s"
+    match group.state:
+        case "held":
+            return f"held by {group.job} for {age} (epoch {group.epoch})"
+        case "swapping":
+            return f"swapping in {group.job} for {age} (epoch {group.epoch})"
+        case "resident":
+            return f"free; {group.job} is still on the device"
+        case _:
+            return "free"
+
+
+def show_explain(group: str, *, job: str, last: int, address: str, as_json: bool) -> None:
+    with orchestrator(address) as stub:
+        answer = stub.Explain(pb.ExplainRequest(group=group, job=job, last=last), timeout=TIMEOUT)
+    if as_json:
+        print(json.dumps({"group": group, "lines": list(answer.lines)}))
+        return
+    for line in answer.lines:
+        console.print(escape(line))
+
+
+def write_replay(journal: Path, out: Path) -> None:
+    from coslice.replay.page import render
+
+    if not journal.is_file():
+        raise ConfigError(f"there is no journal at {journal}: `coslice up` says where it writes one")
+    try:
+        render(journal, out)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}") from None
+    console.print(f"wrote {escape(str(out))}: open it in any browser")

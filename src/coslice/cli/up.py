@@ -1,0 +1,299 @@
+"""``coslice up``, ``coslice orchestrator``, ``coslice agent``: the long-running processes.
+
+All three are the same shell: build configurations from the options (every mistake is found before anything is
+started), start the apps in order, say what to do next, wait for a signal, stop them in reverse order.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.markup import escape
+
+from coslice.agent.app import AgentApp
+from coslice.agent.config import AgentConfig, GroupDevices
+from coslice.core.ids import GroupId, NodeId, check_name
+from coslice.core.policy import policy_named
+from coslice.errors import ConfigError
+from coslice.orchestrator.app import OrchestratorApp
+from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
+from coslice.sizes import format_size, parse_size
+
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    groups: tuple[str, ...] = ()
+    memory: str | None = None
+    cpus: str | None = None
+    device: str = "auto"
+    host_memory: str | None = None
+    policy: str = "fifo"
+    listen: str = "127.0.0.1:50051"
+    agent_listen: str = "127.0.0.1:9001"
+    state: Path | None = None
+    ephemeral: bool = False
+    node: str | None = None
+    json: bool = False
+
+
+class App(Protocol):
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+def run_up(options: UpOptions) -> None:
+    devices = _devices(options)
+    policy = _policy(options.policy)
+    with _StateDir(options.state, "up", ephemeral=options.ephemeral) as folder:
+        orchestrator = OrchestratorApp(
+            OrchestratorConfig(
+                listen=options.listen,
+                store=str(folder / "orchestrator.db"),
+                journal=str(folder / "journal.jsonl"),
+                groups=tuple(GroupConfig(id=device.group, policy=policy) for device in devices),
+            )
+        )
+
+        async def serve(stack: AsyncExitStack) -> None:
+            await _start(stack, orchestrator)
+            # The agent dials the address that was really bound: port 0 asks the system for a free one.
+            agent = AgentApp(_agent_config(options, devices, orchestrator.address, folder))
+            await _start(stack, agent)
+            await agent.wait_ready()
+            _announce_up(options, devices, orchestrator.address, agent.address, folder)
+
+        _run_until_signal(serve)
+
+
+def run_orchestrator(*, listen: str, state: Path | None, policy: str, json: bool) -> None:
+    name = _policy(policy)
+    with _StateDir(state, "orchestrator", ephemeral=False) as folder:
+        app = OrchestratorApp(
+            OrchestratorConfig(
+                listen=listen,
+                store=str(folder / "orchestrator.db"),
+                journal=str(folder / "journal.jsonl"),
+                groups=(),
+                open_groups=True,
+                default_policy=name,
+            )
+        )
+
+        async def serve(stack: AsyncExitStack) -> None:
+            await _start(stack, app)
+            _say(json, {"ready": True, "orchestrator": app.address}, f"orchestrator at [b]{app.address}[/b]")
+
+        _run_until_signal(serve)
+
+
+def run_agent(options: UpOptions) -> None:
+    devices = _devices(options)
+    with _StateDir(options.state, f"agent-{_node(options)}", ephemeral=options.ephemeral) as folder:
+        agent = AgentApp(_agent_config(options, devices, options.listen, folder))
+
+        async def serve(stack: AsyncExitStack) -> None:
+            await _start(stack, agent)
+            _say(
+                options.json,
+                {"ready": True, "agent": agent.address, "node": _node(options)},
+                f"agent of node [b]{_node(options)}[/b] at [b]{agent.address}[/b], dialling {options.listen}",
+            )
+
+        _run_until_signal(serve)
+
+
+# ── configuration ──────────────────────────────────────────────────────────
+
+
+def _node(options: UpOptions) -> NodeId:
+    return NodeId(_checked("node", options.node or socket.gethostname().split(".")[0] or "localhost"))
+
+
+def _checked(kind: str, text: str) -> str:
+    try:
+        return check_name(kind, text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _policy(name: str) -> str:
+    try:
+        policy_named(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return name
+
+
+def _devices(options: UpOptions) -> tuple[GroupDevices, ...]:
+    accelerator = _accelerator(options.device)
+    specs = options.groups or ("default",)
+    devices = tuple(_device(spec, options, accelerator) for spec in specs)
+    names = [device.group for device in devices]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"a group is named twice: {', '.join(names)}")
+    taken: dict[int, str] = {}
+    for device in devices:
+        for cpu in device.cpus:
+            if cpu in taken:
+                raise ConfigError(
+                    f"groups {taken[cpu]} and {device.group} both want core {cpu}: give each its own with "
+                    "--group NAME:cpus=…"
+                )
+            taken[cpu] = device.group
+    return devices
+
+
+def _device(spec: str, options: UpOptions, accelerator: str) -> GroupDevices:
+    name, *settings = spec.split(":")
+    values = {"cpus": options.cpus, "memory": options.memory}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in values or not value:
+            raise ConfigError(f"{spec!r}: after the name come cpus=1,2 and memory=512MiB, not {setting!r}")
+        values[key] = value
+    memory = values["memory"]
+    return GroupDevices(
+        group=GroupId(_checked("group", name)),
+        accelerator=accelerator,
+        cpus=_cpus(values["cpus"]) if accelerator == "host" else (),
+        device_budget=parse_size(memory) if memory else _default_budget(accelerator),
+    )
+
+
+def _accelerator(device: str) -> str:
+    if device == "auto":
+        from coslice.agent.cuda import cuda_available
+
+        return "cuda" if cuda_available() else "host"
+    if device not in ("host", "cuda"):
+        raise ConfigError(f"--device {device!r}: use host, cuda or auto")
+    return device
+
+
+def _cpus(text: str | None) -> tuple[int, ...]:
+    present = sorted(os.sched_getaffinity(0))
+    if text is None:
+        return (present[-1],)
+    try:
+        cpus = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a list of cores: write 1 or 2,3") from None
+    missing = [cpu for cpu in cpus if cpu not in present]
+    if missing:
+        raise ConfigError(f"no such core: {missing}; this process may use {present}")
+    return cpus
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _default_budget(accelerator: str) -> int:
+    # cuda: torch tells (the agent asks). host: a quarter of what is free, so that the other half can hold snapshots.
+    return _available_memory() // 4 if accelerator == "host" else 0
+
+
+def _agent_config(
+    options: UpOptions, devices: tuple[GroupDevices, ...], orchestrator: str, folder: Path
+) -> AgentConfig:
+    budget = parse_size(options.host_memory) if options.host_memory else _available_memory() // 2
+    return AgentConfig(
+        node=_node(options),
+        orchestrator=orchestrator,
+        listen=options.agent_listen,
+        groups=devices,
+        host_budget=budget,
+        state_dir=str(folder),
+        runtime_dir=str(folder / "run"),
+    )
+
+
+class _StateDir:
+    """The folder of store and journal: kept by default, a temporary one that goes away with ``ephemeral``."""
+
+    def __init__(self, folder: Path | None, name: str, *, ephemeral: bool) -> None:
+        self._folder, self._name, self._ephemeral = folder, name, ephemeral
+
+    def __enter__(self) -> Path:
+        if self._ephemeral:
+            self._path = Path(tempfile.mkdtemp(prefix="coslice-"))
+            return self._path
+        base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        self._path = self._folder or Path(base) / "coslice" / self._name
+        try:
+            self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"cannot use {self._path} for state: {error.strerror}; name another with --state") from None
+        return self._path
+
+    def __exit__(self, *_: object) -> None:
+        if self._ephemeral:
+            shutil.rmtree(self._path, ignore_errors=True)
+
+
+# ── running ────────────────────────────────────────────────────────────────
+
+
+async def _start(stack: AsyncExitStack, app: App) -> None:
+    # Registered first: a start that fails half-way must be undone as well.
+    stack.push_async_callback(app.stop)
+    await app.start()
+
+
+def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[None]]) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, stop.set)
+        async with AsyncExitStack() as stack:
+            await serve(stack)
+            await stop.wait()
+            console.print("stopping …", style="dim")
+
+    asyncio.run(main())
+
+
+def _say(as_json: bool, data: dict[str, object], text: str) -> None:
+    if as_json:
+        print(json.dumps(data), flush=True)
+    else:
+        console.print(text)
+
+
+def _announce_up(
+    options: UpOptions, devices: tuple[GroupDevices, ...], orchestrator: str, agent: str, folder: Path
+) -> None:
+    lines = [f"[b]coslice is up[/b]   orchestrator {orchestrator}   agent {agent}   (Ctrl-C stops both)"]
+    for device in devices:
+        where = f"cores {','.join(map(str, device.cpus))}" if device.accelerator == "host" else "all GPUs"
+        budget = format_size(device.device_budget) if device.device_budget else "all of it"
+        lines.append(f"  group [b]{device.group}[/b]: {device.accelerator} accelerator, {where}, memory {budget}")
+    flag = "" if orchestrator == "127.0.0.1:50051" else f" -o {orchestrator} --agent {agent}"
+    group = f" --group {devices[0].group}" if len(devices) > 1 else ""
+    lines.append(f"  journal: {escape(str(folder / 'journal.jsonl'))}")
+    lines.append(f"next:  coslice run{flag}{group} --job a -- python train_a.py")
+    data: dict[str, object] = {
+        "ready": True,
+        "orchestrator": orchestrator,
+        "agent": agent,
+        "groups": [str(device.group) for device in devices],
+        "state": str(folder),
+        "journal": str(folder / "journal.jsonl"),
+    }
+    _say(options.json, data, "\n".join(lines))
