@@ -1,0 +1,1 @@
+"""A journal drawn as one self-contained HTML page."""
