@@ -1,0 +1,234 @@
+"""``coslice bench handoff``: how much the orchestration of a hand-over costs, without any bytes to move.
+
+Everything is real: one orchestrator process (SQLite, synchronous=FULL), one process for each agent, one for each of
+the two clients, sockets between them. The figures are reported beside a unary echo of the same stack against the
+same server in the same run, because a shared machine's milliseconds say little and ratios say much.
+
+A third job with an (empty) state stays on every node, so that each hand-over really asks every agent to make the
+next job resident, and each agent answers that both fit.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.console import Console
+from rich.table import Table
+
+from coslice.cli.rpc import group_status
+from coslice.errors import OperationFailed
+from coslice.wire.v1 import coslice_pb2 as pb
+from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
+
+GROUP = "bench"
+WARM_UP = 30
+console = Console(highlight=False)
+
+
+def bench_handoff(*, nodes: int, rounds: int, out: Path | None) -> None:
+    with tempfile.TemporaryDirectory(prefix="coslice-bench-") as folder, ExitStack() as stack:
+        address = _serve(stack, "orchestrator", Path(folder) / "orchestrator")
+        agents = [
+            _serve(stack, "agent", Path(folder) / f"n{i}", "--node", f"n{i}", "--orchestrator", address)
+            for i in range(nodes)
+        ]
+        _await_nodes(address, nodes)
+        echo = _echo(address, rounds)
+        acquire = stack.enter_context(_client(address, "solo", "uncontended", rounds)).result()["acquire_ms"]
+        for agent in agents:
+            stack.enter_context(_anchor(agent))
+        _await_contexts(address, nodes)
+        pair = [stack.enter_context(_client(address, name, "contend", rounds)) for name in ("a", "b")]
+        turns = [turn for client in pair for turn in client.result()["turns"]]
+        echo += _echo(address, rounds)
+    figures = {
+        "nodes": nodes,
+        "rounds": rounds,
+        "echo_ms": _summary(echo),
+        "acquire_uncontended_ms": _summary(acquire),
+        "handoff_ms": _summary(_handoffs(turns)),
+    }
+    for name in ("acquire_uncontended", "handoff"):
+        figures[f"{name}_vs_echo"] = round(figures[f"{name}_ms"]["p50"] / figures["echo_ms"]["p50"], 2)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+    _print(figures)
+
+
+def _print(figures: dict[str, Any]) -> None:
+    table = Table(title=f"hand-over across {figures['nodes']} node(s), nothing to move", title_justify="left")
+    for column in ("", "p50 ms", "p99 ms", "n", "p50 ÷ echo"):
+        table.add_column(column, justify="right" if column else "left")
+    for key, label in (
+        ("echo", "unary echo, same stack, same run"),
+        ("acquire_uncontended", "uncontended acquire"),
+        ("handoff", "hand-over: yield → grant"),
+    ):
+        row = figures[f"{key}_ms"]
+        ratio = figures.get(f"{key}_vs_echo", 1.0)
+        table.add_row(label, f"{row['p50']:.2f}", f"{row['p99']:.2f}", str(row["n"]), f"{ratio:.2f}")
+    console.print(table)
+
+
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    if not ordered:
+        raise OperationFailed("the benchmark measured nothing: a client ended early")
+    return {
+        "p50": round(statistics.median(ordered), 3),
+        "p99": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))], 3),
+        "n": len(ordered),
+    }
+
+
+def _handoffs(turns: list[dict[str, float]]) -> list[float]:
+    """Milliseconds from the yield of one epoch to the grant of the next, where the next is the other job's."""
+    by_epoch = {int(turn["epoch"]): turn for turn in turns}
+    pairs = [(turn, by_epoch.get(epoch + 1)) for epoch, turn in sorted(by_epoch.items())]
+    found = [
+        (after["granted"] - before["yielded"]) * 1e3
+        for before, after in pairs
+        if after is not None and after["job"] != before["job"]
+    ]
+    return found[WARM_UP:]
+
+
+# ── servers ────────────────────────────────────────────────────────────────
+
+
+def _serve(stack: ExitStack, command: str, state: Path, *extra: str) -> str:
+    """Start ``coslice orchestrator`` or ``coslice agent`` on a free port; returns its address."""
+    arguments = [sys.executable, "-m", "coslice.cli.main", command, "--listen", "127.0.0.1:0", "--json"]
+    if command == "agent":
+        arguments += ["--group", f"{GROUP}:memory=1GiB", "--device", "host"]
+    process = subprocess.Popen([*arguments, "--state", str(state), *extra], stdout=subprocess.PIPE, text=True)
+    stack.callback(_stop, process)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise OperationFailed(f"`coslice {command}` did not start; it ended with status {process.wait()}")
+    return str(json.loads(line)[command])
+
+
+def _stop(process: "subprocess.Popen[str]") -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _await(what: str, ready: Callable[[], bool], seconds: float = 20.0) -> None:
+    # The benchmark is a bystander here: it asks until the picture is complete, outside anything measured.
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > deadline:
+            raise OperationFailed(f"the benchmark's {what} did not come up within {seconds:.0f} s")
+        time.sleep(0.05)
+
+
+def _group(address: str) -> pb.GroupStatus | None:
+    return next((group for group in group_status(address).groups if group.group == GROUP), None)
+
+
+def _await_nodes(address: str, nodes: int) -> None:
+    def ready() -> bool:
+        group = _group(address)
+        return group is not None and sum(node.attached for node in group.nodes) == nodes
+
+    _await("agents", ready)
+
+
+def _await_contexts(address: str, nodes: int) -> None:
+    def ready() -> bool:
+        group = _group(address)
+        return group is not None and sum(bool(node.contexts) for node in group.nodes) == nodes
+
+    _await("resident job", ready)
+
+
+# ── measuring ──────────────────────────────────────────────────────────────
+
+
+def _echo(address: str, rounds: int) -> list[float]:
+    """Round trips of the health service: a unary call through the same server, loop and sockets."""
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest()
+        times = []
+        for _ in range(rounds + WARM_UP):
+            begin = time.perf_counter()
+            stub.Check(request, timeout=5.0)
+            times.append((time.perf_counter() - begin) * 1e3)
+    return times[WARM_UP:]
+
+
+@contextmanager
+def _anchor(agent: str) -> Iterator[None]:
+    """Register an empty state with ``agent`` for as long as the context lasts."""
+    end = threading.Event()
+
+    def messages() -> Iterator[pb.WorkloadMessage]:
+        yield pb.WorkloadMessage(
+            register=pb.Register(
+                job="anchor",
+                incarnation="bench",
+                group=GROUP,
+                pid=os.getpid(),
+                start_time=start_time(os.getpid()),
+                need_bytes=1,
+                modes=["offload"],
+                device="host",
+            )
+        )
+        end.wait()
+
+    with grpc.insecure_channel(agent) as channel:
+        stream = pb_grpc.AgentStub(channel).Channel(messages())
+        answer = next(stream)
+        if not answer.HasField("registered"):
+            raise OperationFailed(f"the agent refused the benchmark's resident job: {answer}")
+        try:
+            yield
+        finally:
+            end.set()
+            stream.cancel()
+
+
+class _Client:
+    """One measuring process; ``result`` waits for its figures."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+
+    def result(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        text = self.process.stdout.read()
+        if self.process.wait() != 0:
+            raise OperationFailed("a client of the benchmark failed; its error is above")
+        return dict(json.loads(text))
+
+
+@contextmanager
+def _client(address: str, job: str, mode: str, rounds: int) -> Iterator[_Client]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coslice.cli.bench_client", address, job, mode, str(rounds)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield _Client(process)
+    finally:
+        _stop(process)
