@@ -1,0 +1,15 @@
+"""Durable state: compare-and-swap values behind one protocol (base), and where they live (memory, sqlite)."""
+
+from pathlib import Path
+
+from coslice.store.base import Store
+from coslice.store.memory import MemoryStore
+from coslice.store.sqlite import SqliteStore
+
+
+def make_store(location: str | Path) -> Store:
+    """``":memory:"``, or the path of an SQLite file. Nothing is opened before ``load()``."""
+    return MemoryStore() if str(location) == ":memory:" else SqliteStore(location)
+
+
+__all__ = ["MemoryStore", "SqliteStore", "Store", "make_store"]

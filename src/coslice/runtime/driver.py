@@ -1,0 +1,249 @@
+"""Runs one pure machine on asyncio: the only writer of its state.
+
+Save first, then act; that order is written here and nowhere else. A turn takes everything in the inbox,
+steps each event on the newest state, saves once, and only then performs the effects, shows the new state,
+writes the journal and answers the posters. Orchestrator (one driver per group) and agent (one per group
+that its node serves) use it alike. It knows no event, effect or state by name.
+
+When a save fails, or the machine itself breaks, nothing of that turn is acted upon: the driver stops, ``run``
+raises, every poster is told. What was saved before is what a restart finds.
+
+Call it from the thread of its event loop only.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Generic, TypeVar
+
+from coslice.core.effects import Reason, ReasonCode
+from coslice.core.outcome import Rejected, Step
+from coslice.errors import CosliceError
+from coslice.runtime.clock import Clock
+
+S = TypeVar("S")
+E = TypeVar("E")
+F = TypeVar("F")
+
+log = logging.getLogger(__name__)
+
+
+class Stopped(CosliceError):
+    """The driver runs no more; the event was not taken, or whether it was is known only to the store."""
+
+
+class _Post(Generic[E]):
+    """An event on its way, and who waits for it."""
+
+    __slots__ = ("done", "event", "rejected")
+
+    def __init__(self, event: E, done: asyncio.Future[None] | None) -> None:
+        self.event, self.done = event, done
+        self.rejected: Rejected | None = None
+
+    def resolve(self) -> None:
+        if self.done is None or self.done.done():  # nobody waits, or no longer
+            return
+        if self.rejected is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(self.rejected)
+
+    def fail(self, error: Exception) -> None:
+        if self.done is not None and not self.done.done():
+            self.done.set_exception(error)
+
+
+class Driver(Generic[S, E, F]):
+    """``perform`` is called in the order the machine gave, must not block and must not raise.
+
+    ``record`` hears of every event whose turn was saved, with its step (a refused event: an unchanged state
+    and the refusal as its reason). ``changed`` is called at most once a turn, with a state that is durable.
+    ``on_stall(state, now)`` is asked for a state with fresh grace when the event loop stood still for
+    longer than ``stall_limit`` seconds while a deadline was running.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        state: S,
+        step: Callable[[S, E], Step[S, F]],
+        next_deadline: Callable[[S], float | None],
+        deadline_passed: Callable[[float], E],
+        clock: Clock,
+        save: Callable[[S], Awaitable[object]],
+        perform: Callable[[F], None],
+        record: Callable[[float, E, Step[S, F]], None] | None = None,
+        changed: Callable[[S], None] | None = None,
+        on_stall: Callable[[S, float], S] | None = None,
+        stall_limit: float = 5.0,
+    ) -> None:
+        self.name = name
+        self._state = state
+        self._step, self._next_deadline, self._deadline_passed = step, next_deadline, deadline_passed
+        self._clock, self._save, self._perform = clock, save, perform
+        self._record, self._changed = record, changed
+        self._on_stall, self._stall_limit = on_stall, stall_limit
+        self._inbox: deque[_Post[E]] = deque()
+        self._turn: list[_Post[E]] = []
+        self._first: tuple[F, ...] = ()
+        self._wake: asyncio.Future[None] | None = None
+        self._planned: float | None = None  # when the wait should end at the latest
+        self._deaf = False  # the deadline passed and the machine had nothing to do at it
+        self._running = False
+        self._stopped: Stopped | None = None
+
+    @property
+    def state(self) -> S:
+        """The newest durable state."""
+        return self._state
+
+    def start_with(self, effects: Iterable[F]) -> None:
+        """Effects to perform when ``run`` begins: what a restart has to say again. They follow from a saved
+        state."""
+        self._first += tuple(effects)
+
+    async def post(self, event: E) -> None:
+        """Returns once what followed from the event is durable and performed.
+
+        Raises what the machine raised for this event (``Rejected``), the error of a failed save, or
+        ``Stopped``. Being cancelled takes nothing back: the event happened.
+        """
+        if self._stopped is not None:
+            raise self._stopped
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._inbox.append(_Post(event, done))
+        self._ring()
+        await done
+
+    def tell(self, event: E) -> None:
+        """Post without waiting. A refusal is recorded and raised to nobody."""
+        if self._stopped is not None:
+            log.debug("%s is stopped and does not hear %r", self.name, event)
+            return
+        self._inbox.append(_Post(event, None))
+        self._ring()
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises whatever broke the driver; it is then stopped for good."""
+        if self._running or self._stopped is not None:
+            raise RuntimeError(f"driver {self.name} runs already, or is over")
+        self._running = True
+        try:
+            for effect in self._first:
+                self._perform(effect)
+            while True:
+                await self._wait()
+                await self._take_turn()
+        except BaseException as error:
+            self._stop(error)
+            raise
+
+    # ── waiting ────────────────────────────────────────────────────────────
+
+    def _ring(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def _wait(self) -> None:
+        """Until there is an event or the next deadline is reached."""
+        if self._inbox:
+            await asyncio.sleep(0)  # whoever is ready now joins the turn, and a busy driver starves nobody
+            return
+        loop = asyncio.get_running_loop()
+        self._wake = loop.create_future()
+        timer = self._arm(loop)
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+            if timer is not None:
+                timer.cancel()
+
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> asyncio.TimerHandle | None:
+        deadline = None if self._deaf else self._next_deadline(self._state)
+        if deadline is None:
+            self._planned = None
+            return None
+        now = self._clock.now()
+        delay = max(0.0, deadline - now)
+        if self._on_stall is not None:
+            # A stall gives no notification of its own: it is seen by a timer that comes late.
+            delay = min(delay, self._stall_limit / 2)
+        self._planned = now + delay
+        return loop.call_later(delay, self._ring)
+
+    def _stalled(self, now: float) -> bool:
+        """True after every stall longer than ``stall_limit``, never after one shorter than half of it."""
+        return self._planned is not None and now - self._planned > self._stall_limit / 2
+
+    # ── a turn ─────────────────────────────────────────────────────────────
+
+    async def _take_turn(self) -> None:
+        now = self._clock.now()
+        before = state = self._state
+        if self._on_stall is not None and self._stalled(now):
+            log.warning("%s: the event loop stood still; deadlines are given fresh grace", self.name)
+            state = self._on_stall(state, now)
+        self._planned = None
+        self._turn = list(self._inbox)
+        self._inbox.clear()
+        steps: list[Step[S, F]] = []
+        for post in self._turn:
+            state = self._advance(state, post, steps)
+        state = self._pass_deadline(state, now, steps)
+        if state is not before and state != before:
+            await self._save(state)  # durable first …
+            self._state, self._deaf = state, False
+        self._act(now, steps, changed=self._state is not before)  # … then visible
+        self._turn = []
+
+    def _advance(self, state: S, post: _Post[E], steps: list[Step[S, F]]) -> S:
+        try:
+            step = self._step(state, post.event)
+        except Rejected as refusal:
+            post.rejected = refusal
+            step = Step(state, (), (Reason(ReasonCode.REFUSED, str(refusal)),))
+        steps.append(step)
+        return step.state
+
+    def _pass_deadline(self, state: S, now: float, steps: list[Step[S, F]]) -> S:
+        """Events that are here already go before a deadline: a client that came back in time is heard
+        first."""
+        deadline = self._next_deadline(state)
+        if deadline is None or deadline > now or (self._deaf and not self._turn):
+            return state
+        post: _Post[E] = _Post(self._deadline_passed(now), None)
+        self._turn.append(post)
+        after = self._advance(state, post, steps)
+        if after == state and not self._deaf:
+            # A defect of the machine must not become a spinning loop: wait for an event instead.
+            log.error(
+                "%s: nothing to do at the deadline %.3f; ignored until something happens", self.name, deadline
+            )
+            self._deaf = True
+        return after
+
+    def _act(self, now: float, steps: list[Step[S, F]], *, changed: bool) -> None:
+        for step in steps:
+            for effect in step.effects:
+                self._perform(effect)
+        if self._record is not None:
+            for post, step in zip(self._turn, steps, strict=True):
+                self._record(now, post.event, step)
+        if changed and self._changed is not None:
+            self._changed(self._state)
+        for post in self._turn:
+            post.resolve()
+
+    def _stop(self, error: BaseException) -> None:
+        stopped = Stopped(f"driver {self.name} stopped: {error!r}")
+        stopped.__cause__ = error
+        self._stopped = stopped
+        told = error if isinstance(error, Exception) else stopped
+        for post in (*self._turn, *self._inbox):
+            post.fail(told)
+        self._turn = []
+        self._inbox.clear()

@@ -1,0 +1,272 @@
+"""State in one SQLite file that survives the loss of power: WAL, ``synchronous=FULL``, one owner, one
+writer thread.
+
+Everything that waits to be saved when the thread is free becomes one transaction, whoever asked: a hundred
+drivers cost one flush of the disk, not a hundred. Callers are answered after the commit, all at once.
+"""
+
+import asyncio
+import contextlib
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from coslice.errors import ConfigError
+from coslice.store.base import Conflict, StoreError
+from coslice.store.ownership import Ownership
+from coslice.store.sqlite_file import open_file
+
+T = TypeVar("T")
+Entries = dict[str, tuple[bytes, int]]
+
+_ROWS = 100  # in one statement at most
+
+
+class _Load:
+    """Give everything. Like the other requests it carries the future of who waits."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: asyncio.Future[Entries]) -> None:
+        self.future = future
+
+
+class _Write:
+    """Write ``value``, or delete where it is None."""
+
+    __slots__ = ("expect", "future", "key", "value")
+
+    def __init__(self, key: str, value: bytes | None, expect: int, future: asyncio.Future[int]) -> None:
+        self.key, self.value, self.expect, self.future = key, value, expect, future
+
+
+class _Close:
+    __slots__ = ("future",)
+
+    def __init__(self, future: asyncio.Future[None]) -> None:
+        self.future = future
+
+
+_Request = _Load | _Write | _Close
+_Queue = queue.SimpleQueue[_Request]
+
+
+class SqliteStore:
+    """See ``Store``. ``load`` opens the file; a second store on it raises ``ConfigError`` naming the
+    first's pid.
+
+    After one failed commit nothing more is accepted: what a disk did with a write it reported as failed is
+    unknown.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._queue: _Queue = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ready = False
+        self._closed = False
+
+    async def load(self) -> Entries:
+        if self._closed:
+            raise StoreError(f"the store {self.path} is closed")
+        loop = asyncio.get_running_loop()
+        request = _Load(loop.create_future())
+        self._queue.put(request)
+        if self._thread is None:
+            writer = _Writer(self.path, self._queue, loop)
+            self._thread = threading.Thread(target=writer.run, name=f"store {self.path.name}", daemon=True)
+            self._thread.start()
+        try:
+            entries = await request.future
+        except ConfigError:  # it never opened and its thread is over: the next load tries anew
+            self._thread = None
+            raise
+        self._ready = True
+        return entries
+
+    async def save(self, key: str, value: bytes, *, expect: int) -> int:
+        return await self._write(key, value, expect)
+
+    async def delete(self, key: str, *, expect: int) -> None:
+        await self._write(key, None, expect)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._ready:
+            request = _Close(asyncio.get_running_loop().create_future())
+            self._queue.put(request)
+            await request.future
+
+    def _write(self, key: str, value: bytes | None, expect: int) -> asyncio.Future[int]:
+        if self._closed:
+            raise StoreError(f"the store {self.path} is closed")
+        if not self._ready:
+            raise StoreError(f"the store {self.path} is not open: call load() first")
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._queue.put(_Write(key, value, expect, future))
+        return future
+
+
+class _Answers:
+    """Results for the waiting tasks, carried to the loop in one go."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._todo: list[tuple[_Request, object]] = []
+
+    def give(self, request: _Request, result: object) -> None:
+        self._todo.append((request, result))
+
+    def send(self) -> None:
+        todo, self._todo = self._todo, []
+        if todo:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._resolve, todo)
+
+    @staticmethod
+    def _resolve(todo: Iterable[tuple[_Request, object]]) -> None:
+        for request, result in todo:
+            future: asyncio.Future[object] = request.future  # type: ignore[assignment]
+            if future.done():  # cancelled meanwhile
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+
+class _Writer:
+    """All that happens in the store's thread. Only this thread touches the connection."""
+
+    def __init__(self, path: Path, requests: _Queue, loop: asyncio.AbstractEventLoop) -> None:
+        self._path, self._requests = path, requests
+        self._answers = _Answers(loop)
+        self._versions: dict[str, int] = {}
+        self._last = 0
+        self._broken: StoreError | None = None
+
+    def run(self) -> None:
+        owner = Ownership(self._path)
+        try:
+            owner.take()
+            try:
+                with contextlib.closing(open_file(self._path)) as self._db:
+                    self._versions = dict(self._db.execute("SELECT key, version FROM state"))
+                    self._last = max(self._versions.values(), default=0)
+                    closing = self._serve()
+            finally:
+                owner.give_up()
+        except Exception as error:  # opening failed, or closing did: tell whoever waits, let nobody hang
+            for request in self._pending():
+                self._answers.give(request, error if isinstance(error, ConfigError) else self._failure(error))
+        else:
+            self._answers.give(closing, None)
+        self._answers.send()
+
+    def _pending(self) -> list[_Request]:
+        found: list[_Request] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._requests.get_nowait())
+        return found
+
+    def _serve(self) -> _Close:
+        while True:
+            batch = [self._requests.get(), *self._pending()]
+            writes: list[_Write] = []
+            for request in batch:
+                match request:
+                    case _Write():
+                        writes.append(request)
+                    case _Load():
+                        self._commit(writes)
+                        writes = []
+                        self._load(request)
+                    case _Close():
+                        self._commit(writes)
+                        self._answers.send()
+                        return request
+            self._commit(writes)
+            self._answers.send()
+
+    def _load(self, request: _Load) -> None:
+        try:
+            rows = self._db.execute("SELECT key, value, version FROM state ORDER BY key").fetchall()
+        except sqlite3.Error as error:
+            self._answers.give(request, self._failure(error))
+        else:
+            self._answers.give(request, {key: (bytes(value), version) for key, value, version in rows})
+
+    def _commit(self, writes: Sequence[_Write]) -> None:
+        """One transaction for all of them. One writer's conflict is his own: the others are saved."""
+        if not writes:
+            return
+        after: dict[str, tuple[bytes | None, int]] = {}
+        results: list[tuple[_Write, int | StoreError]] = []
+        for write in writes:
+            found = after[write.key][1] if write.key in after else self._versions.get(write.key, 0)
+            if found != write.expect:
+                results.append((write, Conflict(write.key, expected=write.expect, found=found)))
+                continue
+            if write.value is not None:
+                self._last += 1
+            version = 0 if write.value is None else self._last
+            after[write.key] = (write.value, version)
+            results.append((write, version))
+        try:
+            if self._broken is None:
+                self._execute(after)
+        except Exception as error:
+            self._broken = self._failure(error)
+        if self._broken is None:
+            for key, (_, version) in after.items():
+                self._versions[key] = version
+        for write, result in results:
+            self._answers.give(write, self._broken or result)
+
+    def _execute(self, after: dict[str, tuple[bytes | None, int]]) -> None:
+        """As few statements as possible: after each, this thread has to win the interpreter back from the
+        loop."""
+        saved = [(key, version, value) for key, (value, version) in after.items() if value is not None]
+        deleted = [key for key, (value, _) in after.items() if value is None]
+        statements: list[tuple[str, list[object]]] = []
+        for rows in _chunks(saved):
+            marks = ",".join(["(?,?,?)"] * len(rows))
+            statements.append(
+                (
+                    f"INSERT INTO state (key, version, value) VALUES {marks} "
+                    "ON CONFLICT (key) DO UPDATE SET version = excluded.version, value = excluded.value",
+                    [field for row in rows for field in row],
+                )
+            )
+        for keys in _chunks(deleted):
+            marks = ",".join("?" * len(keys))
+            statements.append((f"DELETE FROM state WHERE key IN ({marks})", list(keys)))
+        if len(statements) == 1:  # its own transaction
+            self._db.execute(*statements[0])
+        elif statements:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                for statement in statements:
+                    self._db.execute(*statement)
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _failure(self, error: Exception) -> StoreError:
+        failure = StoreError(
+            f"the store {self._path} failed: {error}; nothing more is saved. Check the disk, then start again"
+        )
+        failure.__cause__ = error
+        return failure
+
+
+def _chunks(items: Sequence[T]) -> list[Sequence[T]]:
+    return [items[i : i + _ROWS] for i in range(0, len(items), _ROWS)]
