@@ -37,7 +37,9 @@ def main() -> None:
     address, job, mode, rounds = sys.argv[1:5]
     client = coslice.Client(address, job=job, groups=[GROUP], need=1)
     try:
-        figures = uncontended(client, int(rounds)) if mode == "uncontended" else contend(client, job, int(rounds))
+        figures = (
+            uncontended(client, int(rounds)) if mode == "uncontended" else contend(client, job, int(rounds))
+        )
     finally:
         client.close()
     print(json.dumps(figures))

@@ -21,7 +21,9 @@ app = typer.Typer(
         "[b]coslice run --job a -- python train_a.py[/b] and the same for b; [b]coslice status[/b] shows who runs."
     ),
 )
-bench_app = typer.Typer(no_args_is_help=True, help="Measure coslice itself; every figure is a ratio of one run.")
+bench_app = typer.Typer(
+    no_args_is_help=True, help="Measure coslice itself; every figure is a ratio of one run."
+)
 app.add_typer(bench_app, name="bench")
 
 Orchestrator = Annotated[
@@ -52,10 +54,15 @@ def up(
     ] = None,
     cpus: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Cores of the host accelerator, e.g. 1 or 2,3. Default: the last core."),
+        typer.Option(
+            metavar="LIST", help="Cores of the host accelerator, e.g. 1 or 2,3. Default: the last core."
+        ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="[b]host[/b] (CPU cores), [b]cuda[/b], or [b]auto[/b]: cuda where torch finds one.")
+        str,
+        typer.Option(
+            help="[b]host[/b] (CPU cores), [b]cuda[/b], or [b]auto[/b]: cuda where torch finds one."
+        ),
     ] = "auto",
     host_memory: Annotated[
         str | None,
@@ -65,7 +72,9 @@ def up(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address of the orchestrator.")
     ] = DEFAULT_ORCHESTRATOR,
-    agent_listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the agent.")] = DEFAULT_AGENT,
+    agent_listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of the agent.")
+    ] = DEFAULT_AGENT,
     state: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Store and journal. Default: ~/.local/state/coslice.")
     ] = None,
@@ -148,14 +157,20 @@ def run(
     ] = None,
     need: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Device memory the job needs; without it the first turn evicts all others."),
+        typer.Option(
+            metavar="SIZE", help="Device memory the job needs; without it the first turn evicts all others."
+        ),
     ] = None,
     world: Annotated[
-        int, typer.Option(help="Processes that share a lease; it ends when all have yielded. 0: whoever took part.")
+        int,
+        typer.Option(
+            help="Processes that share a lease; it ends when all have yielded. 0: whoever took part."
+        ),
     ] = 0,
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
     agent: Annotated[
-        str, typer.Option("--agent", envvar="COSLICE_AGENT", metavar="HOST:PORT", help="The agent of this node.")
+        str,
+        typer.Option("--agent", envvar="COSLICE_AGENT", metavar="HOST:PORT", help="The agent of this node."),
     ] = DEFAULT_AGENT,
 ) -> None:
     """Run a training command as a job: [b]coslice run --job a -- python train.py[/b]"""
@@ -176,7 +191,9 @@ def run(
 @app.command()
 def status(
     group: Annotated[str, typer.Argument(help="One group; all if left out.")] = "",
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it on screen, updated as it changes.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Keep it on screen, updated as it changes.")
+    ] = False,
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
     json: Json = False,
 ) -> None:
@@ -209,10 +226,16 @@ def demo(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Alternations of solo and shared blocks.")] = 2,
     steps: Annotated[int | None, typer.Option(min=4, help="Training steps per block.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One short round: shows the machinery, proves less.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One short round: shows the machinery, proves less.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of data, models and sampling.")] = 0,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where journal and replay page go.")] = Path("coslice-demo"),
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where journal and replay page go.")] = Path(
+        "coslice-demo"
+    ),
 ) -> None:
     """The main job: two real GRPO trainings, alone and then together on one accelerator."""
     from coslice.demo.runner import DemoOptions, main
@@ -233,7 +256,9 @@ def demo(
 @app.command()
 def replay(
     journal: Annotated[Path, typer.Argument(help="A journal written by [b]coslice up[/b] or the demo.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("replay.html"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path(
+        "replay.html"
+    ),
 ) -> None:
     """Draw a journal as one self-contained HTML page."""
     from coslice.cli.show import write_replay
@@ -245,7 +270,9 @@ def replay(
 def handoff(
     nodes: Annotated[int, typer.Option(min=1, max=16, help="Agents, each a process of its own.")] = 1,
     rounds: Annotated[int, typer.Option(min=20, help="Hand-overs to measure.")] = 300,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
 ) -> None:
     """Latency of acquire and hand-over against a unary echo: real processes, real sockets, SQLite FULL."""
     from coslice.cli.bench import bench_handoff

@@ -100,7 +100,9 @@ def job_environment(
 def _command(command: tuple[str, ...]) -> list[str]:
     arguments = list(command[1:] if command[:1] == ("--",) else command)
     if not arguments:
-        raise ConfigError("nothing to run: write the command after `--`, as in `coslice run --job a -- python train.py`")
+        raise ConfigError(
+            "nothing to run: write the command after `--`, as in `coslice run --job a -- python train.py`"
+        )
     if shutil.which(arguments[0]) is None:
         raise ConfigError(f"command not found: {arguments[0]}")
     return arguments
@@ -118,7 +120,9 @@ def _groups(asked: str | None, state: pb.GetStatusResponse) -> tuple[str, ...]:
     if asked is None:
         if len(known) == 1:
             return (known[0],)
-        raise ConfigError(f"which group? Say --group with one of: {', '.join(known) or '(there is none yet)'}")
+        raise ConfigError(
+            f"which group? Say --group with one of: {', '.join(known) or '(there is none yet)'}"
+        )
     groups = tuple(_name("group", part.strip()) for part in asked.split(","))
     for group in groups:
         if group not in known:

@@ -48,7 +48,10 @@ def _follow(stream: "grpc.CallIterator[pb.GetStatusResponse]", as_json: bool) ->
 
 def _as_dict(message: pb.GetStatusResponse) -> object:
     return MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, use_integers_for_enums=False
+        message,
+        preserving_proto_field_name=True,
+        always_print_fields_with_no_presence=True,
+        use_integers_for_enums=False,
     )
 
 
@@ -73,7 +76,9 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
     for node in group.nodes:
         for context in node.contexts:
             word = pb.ContextState.Name(context.state).lower()
-            where.setdefault(context.job, []).append(word if len(group.nodes) == 1 else f"{word} on {node.node}")
+            where.setdefault(context.job, []).append(
+                word if len(group.nodes) == 1 else f"{word} on {node.node}"
+            )
             sizes[context.job] = sizes.get(context.job, 0) + context.bytes
     names = dict.fromkeys([*(job.job for job in group.jobs), *where, *waits])
     faults = {job.job: job.fault for job in group.jobs if job.fault}

@@ -238,7 +238,9 @@ class _StateDir:
         try:
             self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise ConfigError(f"cannot use {self._path} for state: {error.strerror}; name another with --state") from None
+            raise ConfigError(
+                f"cannot use {self._path} for state: {error.strerror}; name another with --state"
+            ) from None
         return self._path
 
     def __exit__(self, *_: object) -> None:
@@ -283,7 +285,9 @@ def _announce_up(
     for device in devices:
         where = f"cores {','.join(map(str, device.cpus))}" if device.accelerator == "host" else "all GPUs"
         budget = format_size(device.device_budget) if device.device_budget else "all of it"
-        lines.append(f"  group [b]{device.group}[/b]: {device.accelerator} accelerator, {where}, memory {budget}")
+        lines.append(
+            f"  group [b]{device.group}[/b]: {device.accelerator} accelerator, {where}, memory {budget}"
+        )
     flag = "" if orchestrator == "127.0.0.1:50051" else f" -o {orchestrator} --agent {agent}"
     group = f" --group {devices[0].group}" if len(devices) > 1 else ""
     lines.append(f"  journal: {escape(str(folder / 'journal.jsonl'))}")

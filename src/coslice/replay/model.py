@@ -144,7 +144,11 @@ class _GroupReader:
         if depth != self._depth:
             self._depth = depth
             self.replay.queue.append((at, depth))
-        now = (str(state.get("occupancy", "empty")), str(state.get("job") or ""), int(state.get("epoch") or 0))
+        now = (
+            str(state.get("occupancy", "empty")),
+            str(state.get("job") or ""),
+            int(state.get("epoch") or 0),
+        )
         before = self._occupancy
         if now[:2] == before[:2] and (now[2] == before[2] or before[0] not in ("held", "swapping")):
             self._occupancy = now

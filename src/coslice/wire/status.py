@@ -26,7 +26,9 @@ _TABLE: dict[pb.Code.ValueType, tuple[type[errors.CosliceError], grpc.StatusCode
 }
 
 
-def error_of(code: pb.Code.ValueType, message: str, data: Mapping[str, str] | None = None) -> errors.CosliceError:
+def error_of(
+    code: pb.Code.ValueType, message: str, data: Mapping[str, str] | None = None
+) -> errors.CosliceError:
     """The error that a client raises for a refusal."""
     kind, _ = _TABLE.get(code, (errors.CosliceError, grpc.StatusCode.UNKNOWN))
     return kind(message, data=data)

@@ -1,0 +1,96 @@
+"""The page in a real browser: it draws, shows the right numbers, and the console stays silent."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from replay import sample
+
+from coslice.replay.page import render
+
+pytestmark = pytest.mark.chromium
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="`make test-chromium` installs selenium")
+    options = webdriver.ChromeOptions()
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--window-size=1280,1400",
+    ):
+        options.add_argument(flag)
+    for flag in ("--disable-background-networking", "--disable-component-update", "--disable-sync"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    options.binary_location = "/usr/bin/chromium"
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
+    yield driver
+    driver.quit()
+
+
+def _open(browser: object, page: Path) -> None:
+    browser.get(page.as_uri())  # type: ignore[attr-defined]
+    assert browser.execute_script("return document.documentElement.dataset.ready") == "1"  # type: ignore[attr-defined]
+    errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]  # type: ignore[attr-defined]
+    assert errors == []
+
+
+def _text(browser: object, selector: str) -> list[str]:
+    found = browser.find_elements("css selector", selector)  # type: ignore[attr-defined]
+    return [element.text for element in found]
+
+
+def test_the_demo_page_shows_the_figures_of_its_summary(browser: object, tmp_path: Path) -> None:
+    render(sample.write(tmp_path / "journal.jsonl", demo=True), tmp_path / "page.html")
+    _open(browser, tmp_path / "page.html")
+    tiles = _text(browser, ".tile b")
+    assert tiles[:4] == ["87.5 %", "45 / 44 %", "89.0 %", "1.020 / 1.030"]
+    assert "45.0 %" in tiles
+    assert "identical" in tiles
+    kinds = browser.execute_script(  # type: ignore[attr-defined]
+        "return [...document.querySelectorAll('#group0 rect.iv')].map(r => r.classList[1]).sort()"
+    )
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
+        "held": 6,
+        "waiting": 2,
+        "swapping": 2,
+        "off": 1,
+    }
+
+
+def test_bars_stand_where_the_journal_says(browser: object, tmp_path: Path) -> None:
+    """job-b holds the seconds 3 to 5 of 8: its bar covers that share of the lane."""
+    render(sample.write(tmp_path / "journal.jsonl"), tmp_path / "page.html")
+    _open(browser, tmp_path / "page.html")
+    x, width, lane = browser.execute_script(  # type: ignore[attr-defined]
+        "const t = views[0], w = t.width();"
+        "const r = [...t.svg.querySelectorAll('rect.held')].filter(r => r.getAttribute('fill') === color('job-b'))[0];"
+        "return [(+r.getAttribute('x') - LEFT) / w, +r.getAttribute('width') / w, w]"
+    )
+    assert lane > 500
+    assert x == pytest.approx(3 / 8, abs=0.005)
+    assert width == pytest.approx(2 / 8, abs=0.005)
+
+
+def test_hovering_tells_the_details_and_zoom_keeps_the_middle(browser: object, tmp_path: Path) -> None:
+    webdriver = pytest.importorskip("selenium.webdriver")
+    render(sample.write(tmp_path / "journal.jsonl"), tmp_path / "page.html")
+    _open(browser, tmp_path / "page.html")
+    bar = browser.find_elements("css selector", "#group0 rect.swapping")[0]  # type: ignore[attr-defined]
+    webdriver.ActionChains(browser).move_to_element(bar).perform()
+    tip = _text(browser, "#tip")[0]
+    assert "swap to job-b" in tip
+    assert "3.0 MiB moved" in tip
+    browser.find_element("css selector", "#panels button").click()  # type: ignore[attr-defined]
+    assert browser.execute_script("return views[0].window") == [102, 106]  # type: ignore[attr-defined]
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []  # type: ignore[attr-defined]
+
+
+def test_a_torn_journal_says_so_on_the_page(browser: object, tmp_path: Path) -> None:
+    render(sample.write(tmp_path / "journal.jsonl", torn=True), tmp_path / "page.html")
+    _open(browser, tmp_path / "page.html")
+    assert "cut in the middle" in _text(browser, "footer")[0]
