@@ -1,0 +1,123 @@
+"""What time alone decides: when to wake up next, and what is due then. Called by the driver and ``core.group``.
+
+Deadlines act only in ``DeadlinePassed``: whatever else was queued before it (a client coming back in the very
+last moment) is heard first.
+"""
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from coslice.core import effects as fx
+from coslice.core import lease, membership, sessions
+from coslice.core.effects import ReasonCode
+from coslice.core.group_state import Group, Held, active, has_live_ask
+from coslice.core.turn import Turn
+
+
+def next_deadline(group: Group) -> float | None:
+    """When ``DeadlinePassed`` must be delivered if nothing else happens first, in seconds on the driver's clock."""
+    return min(_deadlines(group), default=None)
+
+
+def _deadlines(group: Group) -> Iterator[float]:
+    for session in group.lost:
+        yield session.deadline
+    for view in group.views:
+        if not view.attached:
+            yield view.detached_at + group.rules.node_loss
+    if group.waiters:
+        for stuck in group.stuck:
+            yield stuck.retry_at
+    held = group.occupancy
+    if isinstance(held, Held):
+        for holder in active(held):
+            if holder.confirm_by is not None:
+                yield holder.confirm_by
+        for due in (_overrun_at(group, held), _ask_at(group, held)):
+            if due is not None:
+                yield due
+
+
+def passed(turn: Turn) -> None:
+    """Do everything that is due at ``turn.at``."""
+    now = turn.at
+    for session in turn.group.lost:
+        if session.deadline <= now:
+            grace = turn.group.rules.session_grace
+            sessions.ended(turn, session.session, f"its connection was lost for {grace:g} s", tell=True)
+    for view in turn.group.views:
+        if not view.attached and view.detached_at + turn.group.rules.node_loss <= now:
+            membership.left(turn, view.node, f"its agent was away for {turn.group.rules.node_loss:g} s")
+    due = [s for s in turn.group.stuck if s.retry_at <= now]
+    if due and turn.group.waiters:
+        turn.set(stuck=tuple(s for s in turn.group.stuck if s.retry_at > now))
+        for stuck in due:
+            turn.say(
+                ReasonCode.RETRY,
+                f"eviction of {stuck.job or f'pid {stuck.pid}'} from {stuck.node} is due again",
+            )
+    _unconfirmed(turn)
+    _overrun(turn)
+    _ask(turn)
+
+
+def _unconfirmed(turn: Turn) -> None:
+    held = turn.group.occupancy
+    if not isinstance(held, Held):
+        return
+    late = [h for h in active(held) if h.confirm_by is not None and h.confirm_by <= turn.at]
+    for session in dict.fromkeys(h.session for h in late):
+        current = turn.group.occupancy
+        if isinstance(current, Held):
+            why = f"the grant was not confirmed within {turn.group.rules.confirm_timeout:g} s"
+            turn.say(ReasonCode.UNCONFIRMED, f"{held.job} (session {session}): {why}")
+            turn.take_back(current, why, session=session)
+            lease.settle(turn)
+
+
+def _overrun(turn: Turn) -> None:
+    held, rules = turn.group.occupancy, turn.group.rules
+    due = _overrun_at(turn.group, held) if isinstance(held, Held) else None
+    if not isinstance(held, Held) or due is None or due > turn.at:
+        return
+    why = f"{held.job} held the lock for {rules.max_hold:g} s while others waited"
+    turn.say(ReasonCode.OVERRAN, f"{why} ({rules.on_overrun})")
+    if rules.on_overrun == "warn":
+        turn.set(occupancy=replace(held, overran=True))
+        return
+    turn.take_back(held, why)
+    lease.settle(turn)
+
+
+def _ask(turn: Turn) -> None:
+    held = turn.group.occupancy
+    due = _ask_at(turn.group, held) if isinstance(held, Held) else None
+    if not isinstance(held, Held) or due is None or due > turn.at:
+        return
+    waiting = [w for w in turn.group.waiters if has_live_ask(turn.group, w)]
+    longest = turn.at - min(w.since for w in waiting)
+    turn.set(occupancy=replace(held, asked=True))
+    turn.say(
+        ReasonCode.ASKED_TO_YIELD,
+        f"{held.job} is asked to give way: {len(waiting)} wait, {longest:.1f} s at most",
+    )
+    for session in dict.fromkeys(h.session for h in active(held)):
+        turn.emit(
+            fx.AskYield(
+                session=session, job=held.job, epoch=held.epoch, waiting=len(waiting), longest_wait=longest
+            )
+        )
+
+
+def _overrun_at(group: Group, held: Held) -> float | None:
+    if held.contended_since is None or held.overran:
+        return None
+    return held.contended_since + max(0.0, group.rules.max_hold - held.contended_s)
+
+
+def _ask_at(group: Group, held: Held) -> float | None:
+    waiting = [w.since for w in group.waiters if has_live_ask(group, w)]
+    if held.asked or not waiting:
+        return None
+    return max(held.since, min(waiting)) + group.rules.quantum

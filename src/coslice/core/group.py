@@ -1,0 +1,285 @@
+"""The lock of one group: who is on its accelerators, who waits, and what must happen next.
+
+``step`` is called by the orchestrator's driver, the simulator, the property tests and the explorer, with one
+event at a time. It is pure: store the state it returns, then carry out the effects in order. It decides about
+the lock only; what has to leave a device is the agents' decision, and sockets, clocks and stores are unknown here.
+
+::
+
+    Empty ──acquire──────────────────────────────▶ Held ◀──┐ all nodes ready
+      ▲                                             │      │
+      │ state gone      yielded, expired, overran   │   Swapping ──failed: whose fault?──▶ next waiter
+      └──────────────── Resident ◀──────────────────┘      ▲
+                           └──another job acquires─────────┘
+
+A job's fault, a lost client or a lost node never stops the lock: each only changes who is eligible next.
+"""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from coslice.core import deadlines, lease, membership, sessions, swap
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.deadlines import next_deadline
+from coslice.core.effects import ReasonCode, RefuseCode
+from coslice.core.group_state import (
+    Empty,
+    Group,
+    GroupRules,
+    Held,
+    Holder,
+    HolderState,
+    JobRecord,
+    NodeView,
+    Occupancy,
+    Resident,
+    Swapping,
+    eligible,
+    occupant,
+    open_asks,
+    record_of,
+)
+from coslice.core.ids import GroupId, JobId, NodeId
+from coslice.core.outcome import Rejected, Step
+from coslice.core.policy.base import Ask, Policy, Waiter
+from coslice.core.restart import restarted, resume, stalled
+from coslice.core.turn import Turn
+
+__all__ = [
+    "Empty",
+    "Group",
+    "GroupRules",
+    "Held",
+    "Holder",
+    "Occupancy",
+    "Rejected",
+    "Resident",
+    "Step",
+    "Swapping",
+    "new_group",
+    "next_deadline",
+    "restarted",
+    "resume",
+    "stalled",
+    "step",
+]
+
+
+def new_group(
+    id: GroupId, *, nodes: Sequence[NodeId] = (), rules: GroupRules | None = None, at: float = 0.0
+) -> Group:
+    """A group that nobody has used. Nodes named here have ``node_loss`` from ``at`` to attach; others may join."""
+    views = tuple(NodeView(node=n, detached_at=at) for n in sorted(set(nodes)))
+    return Group(id=id, rules=rules or GroupRules(), views=views, since=at)
+
+
+def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.GroupEffect]:
+    """Apply one event. Raises ``Rejected``, with nothing changed, if the event is not allowed."""
+    turn = Turn(group, event.at)
+    match event:
+        case ev.AcquireRequested():
+            _on_acquire(turn, event)
+        case ev.AcquireCompleted():
+            lease.complete(turn, event.request)
+        case ev.AcquireAbandoned():
+            _on_abandoned(turn, event)
+        case ev.GrantConfirmed():
+            lease.confirm(turn, event.request)
+        case ev.LeaseYielded():
+            lease.yield_(turn, event)
+        case ev.SessionLost():
+            sessions.lost(turn, event.session)
+        case ev.SessionResumed():
+            sessions.resumed(turn, event.session)
+        case ev.SessionClosed():
+            sessions.ended(turn, event.session, "its client said goodbye", tell=False)
+        case ev.NodeAttached():
+            membership.attached(turn, event)
+        case ev.NodeDetached():
+            membership.detached(turn, event.node)
+        case ev.NodeReported():
+            membership.reported(turn, event.node, event.facts)
+        case ev.OpSucceeded():
+            membership.note(turn, event.node, event.facts)
+            swap.succeeded(turn, event)
+        case ev.OpFailed():
+            membership.note(turn, event.node, event.facts)
+            swap.failed(turn, event)
+        case ev.NodesChanged():
+            membership.changed(turn, event.nodes)
+        case ev.JobForgotten():
+            _on_forgotten(turn, event.job)
+        case ev.DeadlinePassed():
+            deadlines.passed(turn)
+        case _:
+            assert_never(event)
+    _advance(turn, policy)
+    _keep_books(turn, group)
+    return turn.done()
+
+
+def _on_acquire(turn: Turn, event: ev.AcquireRequested) -> None:
+    sessions.heard_from(turn, event.session)
+    if _repeated(turn, event):
+        return
+    refusal = _refusal(turn.group, event)
+    if refusal is not None:
+        code, text = refusal
+        turn.say(ReasonCode.REFUSED, text)
+        turn.emit(fx.Refuse(request=event.request, session=event.session, code=code, reason=text))
+        return
+    _register(turn, event)
+    ask = Ask(request=event.request, session=event.session, since=turn.at, more=event.more, phase=event.phase)
+    held = turn.group.occupancy
+    if isinstance(held, Held) and held.job == event.job and lease.can_join(held, event.session):
+        lease.join(turn, held, ask, world=event.world)
+    else:
+        _enqueue(turn, event, ask)
+
+
+def _repeated(turn: Turn, event: ev.AcquireRequested) -> bool:
+    """A request we know keeps its place, or gets its answer again."""
+    held = turn.group.occupancy
+    if isinstance(held, Held):
+        for holder in held.holders:
+            if holder.request == event.request and holder.state is not HolderState.GONE:
+                if holder.state is HolderState.ACTIVE:
+                    lease.repeat(turn, held, holder)
+                return True
+    if any(a.request == event.request for a in open_asks(turn.group)):
+        turn.say(
+            ReasonCode.REPEATED, f"{event.job} asked again with request {event.request}: it keeps its place"
+        )
+        return True
+    return False
+
+
+def _refusal(group: Group, event: ev.AcquireRequested) -> tuple[RefuseCode, str] | None:
+    if not group.views:
+        return RefuseCode.GROUP_EMPTY, (
+            f"no node serves group {group.id}: start an agent that offers it (coslice up, or coslice agent)"
+        )
+    record = record_of(group, event.job)
+    if record is not None and record.incarnation != event.incarnation and record.sessions:
+        lost = {s.session for s in group.lost}
+        gone = all(s in lost for s in record.sessions)
+        state = (
+            f"lost its connection and is given up within {group.rules.session_grace:g} s: try again then"
+            if gone
+            else f"runs with {len(record.sessions)} connected process(es): stop it, or choose another job name"
+        )
+        return RefuseCode.JOB_RUNNING, (
+            f"another start of {event.job} (incarnation {record.incarnation or 'without a token'}) {state}"
+        )
+    if record is not None and record.incarnation == event.incarnation and record.fault is not None:
+        return record.fault.code, f"{event.job} is refused until it is started again: {record.fault.reason}"
+    if sum(1 for _ in open_asks(group)) >= group.rules.max_waiters:
+        return RefuseCode.LIMIT, (
+            f"group {group.id} has {group.rules.max_waiters} requests in its queue already: try again later"
+        )
+    return None
+
+
+def _register(turn: Turn, event: ev.AcquireRequested) -> None:
+    record = record_of(turn.group, event.job)
+    if record is None or record.incarnation != event.incarnation:
+        record = JobRecord(job=event.job, incarnation=event.incarnation)  # a new start: no fault, no past
+    if event.session not in record.sessions:
+        record = replace(record, sessions=(*record.sessions, event.session))
+    turn.put_record(replace(record, need=max(record.need, event.need)))
+
+
+def _enqueue(turn: Turn, event: ev.AcquireRequested, ask: Ask) -> None:
+    group = turn.group
+    busy = group.occupancy
+    mine = next((w for w in group.waiters if w.job == event.job), None)
+    swapping = isinstance(busy, Swapping) and busy.incoming == event.job
+    waiter = mine or Waiter(job=event.job, incarnation=event.incarnation, asks=(), since=turn.at)
+    if isinstance(busy, Swapping) and swapping and busy.waiter is not None:
+        waiter = busy.waiter
+    waiter = replace(
+        waiter,
+        asks=(*waiter.asks, ask),
+        world=max(waiter.world, event.world),
+        need=max(waiter.need, event.need),
+    )
+    if isinstance(busy, Swapping) and swapping:  # its state is on the way already
+        turn.set(occupancy=replace(busy, waiter=waiter))
+    elif mine is not None:
+        turn.set(waiters=tuple(waiter if w.job == event.job else w for w in group.waiters))
+    else:
+        turn.set(waiters=(*group.waiters, waiter))
+    place = next((i for i, w in enumerate(turn.group.waiters, 1) if w.job == event.job), 0)
+    turn.say(
+        ReasonCode.QUEUED,
+        f"{event.job} asks for {group.id}: {f'place {place}' if place else 'its swap is on'}",
+    )
+
+
+def _on_abandoned(turn: Turn, event: ev.AcquireAbandoned) -> None:
+    held, group = turn.group.occupancy, turn.group
+    why = f": {event.reason}" if event.reason else ""
+
+    def without(waiter: Waiter) -> Waiter | None:
+        asks = tuple(a for a in waiter.asks if a.request != event.request)
+        return replace(waiter, asks=asks) if asks else None
+
+    if isinstance(held, Swapping) and held.waiter is not None:
+        turn.set(occupancy=replace(held, waiter=without(held.waiter)))
+    kept = (without(w) for w in group.waiters)
+    turn.set(waiters=tuple(w for w in kept if w is not None))
+    turn.say(ReasonCode.ABANDONED, f"request {event.request} was given up by its caller{why}")
+    if isinstance(held, Held):
+        lease.abandon(turn, held, event.request)
+
+
+def _on_forgotten(turn: Turn, job: JobId) -> None:
+    turn.say(ReasonCode.FORGOTTEN, f"{job} is over, an operator says")
+    turn.refuse(job, RefuseCode.FAILED, f"{job} was forgotten by an operator: acquire again if it still runs")
+    held = turn.group.occupancy
+    if isinstance(held, Held) and held.job == job:
+        turn.take_back(held, f"{job} was forgotten by an operator")
+        lease.settle(turn)
+    record = record_of(turn.group, job)
+    if record is not None:
+        gone = set(record.sessions)
+        turn.set(
+            jobs=tuple(r for r in turn.group.jobs if r.job != job),
+            lost=tuple(s for s in turn.group.lost if s.session not in gone),
+        )
+    if turn.group.occupancy == Resident(job=job):
+        swap.review_rest(turn, was_there=True)
+
+
+def _advance(turn: Turn, policy: Policy) -> None:
+    """Give the lock to the next waiter if it is free. One place decides this, after every event."""
+    group = turn.group
+    if not group.waiters or isinstance(group.occupancy, Held | Swapping):
+        return
+    if not group.views:
+        for waiter in group.waiters:
+            turn.refuse(waiter.job, RefuseCode.GROUP_EMPTY, f"the last node of group {group.id} is gone")
+        return
+    candidates = eligible(group)
+    if candidates:
+        swap.begin(turn, policy.choose(candidates, resident=occupant(group), now=turn.at))
+
+
+def _keep_books(turn: Turn, before: Group) -> None:
+    """What follows from the rest: since when, whether the holder is waited for, records nobody needs."""
+    group = turn.group
+    was, now = before.occupancy, group.occupancy
+    if type(was) is not type(now) or occupant(before) != occupant(group):
+        turn.set(since=turn.at)
+    if isinstance(now, Held):
+        contended = bool(group.waiters)
+        if contended and now.contended_since is None:
+            turn.set(occupancy=replace(now, contended_since=turn.at))
+        elif not contended and now.contended_since is not None:
+            spent = now.contended_s + max(0.0, turn.at - now.contended_since)
+            turn.set(occupancy=replace(now, contended_s=spent, contended_since=None))
+    if any(not r.sessions and r.fault is None for r in group.jobs):
+        turn.set(jobs=tuple(r for r in group.jobs if r.sessions or r.fault is not None))

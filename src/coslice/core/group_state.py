@@ -1,0 +1,253 @@
+"""What is true of one group: the structs that are stored, and questions about them.
+
+``Group`` is everything the lock machine (core.group) knows. Exactly one occupancy is true::
+
+    Empty      nobody's state is known to be on the accelerators
+    Resident   a job's state is (or may be) still there; the lock is free, its snapshot deferred
+    Held       a lease is out, under an epoch, shared by processes of one incarnation of one job
+    Swapping   nodes have been told to make a job resident; the lease follows when all have reported
+
+Nothing here decides anything.
+"""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Literal
+
+from msgspec import Struct
+
+from coslice.core.effects import Reason, RefuseCode
+from coslice.core.events import ContextFact, ContextState, NodeFacts
+from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
+from coslice.core.policy.base import Ask, Waiter
+
+
+class GroupRules(Struct, frozen=True, kw_only=True):
+    """All in seconds unless said otherwise."""
+
+    session_grace: float = 10.0
+    confirm_timeout: float = 5.0
+    quantum: float = 30.0
+    """A holder is asked to give way once it held that long and somebody waited that long."""
+    max_hold: float = 3600.0
+    """Counted only while somebody waits."""
+    on_overrun: Literal["evict", "warn"] = "evict"
+    node_loss: float = 60.0
+    max_waiters: int = 10_000
+    """Requests in the queue, all jobs together."""
+    max_attempts: int = 3
+    """Swaps for one waiter that may fail by other jobs' faults before it is refused."""
+    stuck_retry: float = 30.0
+    """An evictee that could not be moved is tried again after that long: it may have left its section."""
+
+
+class Empty(Struct, frozen=True, tag=True):
+    pass
+
+
+class Resident(Struct, frozen=True, kw_only=True, tag=True):
+    job: JobId
+
+
+class HolderState(StrEnum):
+    ACTIVE = "active"
+    YIELDED = "yielded"
+    GONE = "gone"  # abandoned, unconfirmed, or its session ended
+
+
+class Holder(Struct, frozen=True, kw_only=True):
+    """One process's share of a lease."""
+
+    request: RequestId
+    session: SessionId
+    waited: float
+    state: HolderState = HolderState.ACTIVE
+    more: bool = False
+    confirmed: bool = False
+    confirm_by: float | None = None
+    """None: the clock does not run (confirmed, part of a larger request, or the session is lost)."""
+
+
+class Held(Struct, frozen=True, kw_only=True, tag=True):
+    job: JobId
+    incarnation: Incarnation
+    epoch: Epoch
+    since: float
+    holders: tuple[Holder, ...]
+    reason: Reason
+    world: int = 0
+    restored: bool = False
+    bytes_in: int = 0
+    bytes_out: int = 0
+    contended_s: float = 0.0
+    """Held while somebody waited, before ``contended_since``."""
+    contended_since: float | None = None
+    asked: bool = False
+    overran: bool = False
+
+
+class Swapping(Struct, frozen=True, kw_only=True, tag=True):
+    incoming: JobId
+    waiter: Waiter | None
+    """None once every caller gave up; the swap still runs to its end."""
+    epoch: Epoch
+    since: float
+    pending: tuple[NodeId, ...]
+    done: tuple[NodeId, ...] = ()
+    outgoing: JobId | None = None
+    need: int = 0
+    restored: bool = False
+    bytes_in: int = 0
+    bytes_out: int = 0
+    notes: tuple[str, ...] = ()
+    """What the agents said of their part."""
+
+
+Occupancy = Empty | Resident | Held | Swapping
+
+
+class NodeView(Struct, frozen=True, kw_only=True):
+    """The orchestrator's copy of one node: what its agent said last, and whether its stream is up."""
+
+    node: NodeId
+    facts: NodeFacts = NodeFacts()
+    attached: bool = False
+    detached_at: float = 0.0
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    """Why a job is refused until it registers afresh."""
+
+    code: RefuseCode
+    reason: str
+    node: NodeId | None = None
+    """Set when the fault is only that this node is out of reach."""
+
+
+class LastYield(Struct, frozen=True):
+    session: SessionId
+    epoch: Epoch
+
+
+class JobRecord(Struct, frozen=True, kw_only=True):
+    job: JobId
+    incarnation: Incarnation
+    sessions: tuple[SessionId, ...] = ()
+    """Connected, or lost and still within their grace."""
+    fault: Fault | None = None
+    need: int = 0
+    yields: tuple[LastYield, ...] = ()
+
+
+class LostSession(Struct, frozen=True, kw_only=True):
+    session: SessionId
+    deadline: float
+
+
+class Stuck(Struct, frozen=True, kw_only=True):
+    """A job (or, with no name, a stray process) that could not be evicted from a node."""
+
+    node: NodeId
+    job: JobId
+    pid: int
+    reason: str
+    retry_at: float
+
+
+class Group(Struct, frozen=True, kw_only=True):
+    id: GroupId
+    rules: GroupRules = GroupRules()
+    views: tuple[NodeView, ...] = ()
+    """By node name."""
+    occupancy: Occupancy = Empty()
+    since: float = 0.0
+    """When the occupancy last changed its kind or its job."""
+    waiters: tuple[Waiter, ...] = ()
+    """In the order of the queue."""
+    jobs: tuple[JobRecord, ...] = ()
+    """In the order of first appearance."""
+    lost: tuple[LostSession, ...] = ()
+    stuck: tuple[Stuck, ...] = ()
+    epoch: Epoch = Epoch(0)
+    """The highest ever used or heard of."""
+    swaps: int = 0
+    """Hand-overs for which state really moved."""
+    bytes_moved: int = 0
+    held_s: float = 0.0
+    """Sum over all leases that ended."""
+
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        return tuple(v.node for v in self.views)
+
+
+ON_DEVICE = frozenset({ContextState.LIVE, ContextState.LEAVING, ContextState.RETURNING})
+PARKED = frozenset({ContextState.SAVED, ContextState.LEAVING, ContextState.RETURNING})
+
+
+def view_of(group: Group, node: NodeId) -> NodeView | None:
+    return next((v for v in group.views if v.node == node), None)
+
+
+def record_of(group: Group, job: JobId) -> JobRecord | None:
+    return next((r for r in group.jobs if r.job == job), None)
+
+
+def context_of(view: NodeView, job: JobId) -> ContextFact | None:
+    return next((c for c in view.facts.contexts if c.job == job), None)
+
+
+def on_device(group: Group) -> Iterator[tuple[NodeId, ContextFact]]:
+    """Every context that takes device memory, by node and then in the agent's order."""
+    return ((v.node, c) for v in group.views for c in v.facts.contexts if c.state in ON_DEVICE)
+
+
+def is_on_device(group: Group, job: JobId) -> bool:
+    return any(c.job == job for _, c in on_device(group))
+
+
+def occupant(group: Group) -> JobId | None:
+    """The job that the accelerators belong to now, if any (of a swap, the one that comes)."""
+    match group.occupancy:
+        case Empty():
+            return None
+        case Resident(job=job) | Held(job=job) | Swapping(incoming=job):
+            return job
+
+
+def is_lost(group: Group, session: SessionId) -> bool:
+    return any(s.session == session for s in group.lost)
+
+
+def has_live_ask(group: Group, waiter: Waiter) -> bool:
+    """Somebody is there to take a grant. A waiter whose sessions are all lost keeps its place, passed over."""
+    return not group.lost or any(not is_lost(group, a.session) for a in waiter.asks)
+
+
+def open_asks(group: Group) -> Iterator[Ask]:
+    """Every request that is not answered yet, the one being swapped in first."""
+    swap = group.occupancy
+    if isinstance(swap, Swapping) and swap.waiter is not None:
+        yield from swap.waiter.asks
+    for waiter in group.waiters:
+        yield from waiter.asks
+
+
+def active(held: Held) -> tuple[Holder, ...]:
+    return tuple(h for h in held.holders if h.state is HolderState.ACTIVE)
+
+
+def blockers(group: Group, job: JobId) -> tuple[Stuck, ...]:
+    """What keeps ``job`` from being loaded: every stuck evictee on a node where it is not loaded itself."""
+    return tuple(s for s in group.stuck if s.job != job and not _is_live(group, s.node, job))
+
+
+def _is_live(group: Group, node: NodeId, job: JobId) -> bool:
+    view = view_of(group, node)
+    context = context_of(view, job) if view is not None else None
+    return context is not None and context.state is ContextState.LIVE
+
+
+def eligible(group: Group) -> tuple[Waiter, ...]:
+    """The waiters that may be granted now, in the order of the queue."""
+    return tuple(w for w in group.waiters if has_live_ask(group, w) and not blockers(group, w.job))

@@ -1,0 +1,230 @@
+"""Leases: who holds the lock, when a share of it is given back, and when the lease is over.
+
+Called by ``core.group`` with a ``Turn``. Knows nothing of nodes or state: whoever calls ``hold`` has made sure
+that the job may run.
+"""
+
+from msgspec.structs import replace
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.effects import ReasonCode
+from coslice.core.group_state import (
+    Group,
+    Held,
+    Holder,
+    HolderState,
+    LastYield,
+    Resident,
+    active,
+    is_lost,
+    record_of,
+)
+from coslice.core.ids import Epoch, RequestId, SessionId
+from coslice.core.outcome import Rejected
+from coslice.core.policy.base import Ask, Waiter
+from coslice.core.turn import Turn
+
+
+def hold(
+    turn: Turn,
+    waiter: Waiter,
+    *,
+    epoch: Epoch,
+    reason: fx.Reason,
+    restored: bool = False,
+    bytes_in: int = 0,
+    bytes_out: int = 0,
+) -> None:
+    """Give the lease to every process that asked in ``waiter``. Provisional until each confirms."""
+    held = Held(
+        job=waiter.job,
+        incarnation=waiter.incarnation,
+        epoch=epoch,
+        since=turn.at,
+        holders=tuple(_holder(turn, ask) for ask in waiter.asks),
+        reason=reason,
+        world=waiter.world,
+        restored=restored,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+    )
+    turn.set(occupancy=held)
+    for holder in held.holders:
+        if not is_lost(turn.group, holder.session):
+            _tell(turn, held, holder, reason)
+
+
+def join(turn: Turn, held: Held, ask: Ask, *, world: int) -> None:
+    """One more process of the job that holds the lease comes in under the same epoch."""
+    reason = turn.say(
+        ReasonCode.JOINED,
+        f"another process of {held.job} joins its lease {held.epoch}: the state is there already",
+    )
+    holder = _holder(turn, ask)
+    others = tuple(h for h in held.holders if (h.session, h.state) != (ask.session, HolderState.GONE))
+    held = replace(held, holders=(*others, holder), world=max(held.world, world))
+    turn.set(occupancy=held)
+    _tell(turn, held, holder, reason)
+
+
+def can_join(held: Held, session: SessionId) -> bool:
+    """A process that has yielded in this lease is done with it: it queues again."""
+    return all(h.session != session or h.state is not HolderState.YIELDED for h in held.holders)
+
+
+def repeat(turn: Turn, held: Held, holder: Holder) -> None:
+    """The answer may have been lost: give it again. Nothing changes but the time to confirm."""
+    if not holder.confirmed and not holder.more:
+        holder = replace(holder, confirm_by=turn.at + turn.group.rules.confirm_timeout)
+        held = _with_holder(turn, held, holder)
+    turn.say(
+        ReasonCode.REPEATED,
+        f"{held.job} asked again with request {holder.request}: same grant, epoch {held.epoch}",
+    )
+    _tell(turn, held, holder, held.reason)
+
+
+def confirm(turn: Turn, request: RequestId) -> None:
+    held = turn.group.occupancy
+    holder = _active_request(held, request) if isinstance(held, Held) else None
+    if not isinstance(held, Held) or holder is None:
+        turn.say(ReasonCode.STALE, f"confirmation of {request}, which is no part of a lease: ignored")
+        return
+    _with_holder(turn, held, replace(holder, confirmed=True, confirm_by=None, more=False))
+
+
+def complete(turn: Turn, request: RequestId) -> None:
+    """All groups of one request are granted: from now on the client is expected to confirm."""
+    held = turn.group.occupancy
+    holder = _active_request(held, request) if isinstance(held, Held) else None
+    if not isinstance(held, Held) or holder is None or holder.confirmed:
+        return
+    lost = is_lost(turn.group, holder.session)
+    confirm_by = None if lost else turn.at + turn.group.rules.confirm_timeout
+    _with_holder(turn, held, replace(holder, more=False, confirm_by=confirm_by))
+
+
+def abandon(turn: Turn, held: Held, request: RequestId) -> None:
+    """The caller of one share is gone; whether it had confirmed makes no difference."""
+    holder = _active_request(held, request)
+    if holder is None:
+        return
+    _with_holder(turn, held, replace(holder, state=HolderState.GONE, confirm_by=None))
+    settle(turn)
+
+
+def yield_(turn: Turn, event: ev.LeaseYielded) -> None:
+    """Give back one process's share. Exactly once: a repeat of its last yield succeeds and changes nothing."""
+    held = turn.group.occupancy
+    record = record_of(turn.group, event.job)
+    mine = _shares(held, event)
+    if not isinstance(held, Held) or not any(h.state is HolderState.ACTIVE for h in mine):
+        if record is not None and LastYield(event.session, event.epoch) in record.yields:
+            turn.say(ReasonCode.REPEATED, f"{event.job} had yielded lease {event.epoch} already")
+            return
+        raise _rejection(turn.group, event)
+    holders = tuple(
+        replace(h, state=HolderState.YIELDED, confirm_by=None)
+        if h in mine and h.state is HolderState.ACTIVE
+        else h
+        for h in held.holders
+    )
+    turn.set(occupancy=replace(held, holders=holders))
+    if record is not None:
+        others = tuple(y for y in record.yields if y.session != event.session)
+        turn.put_record(replace(record, yields=(*others, LastYield(event.session, event.epoch))))
+    settle(turn)
+
+
+def settle(turn: Turn) -> None:
+    """End the lease if nobody is left who would end it."""
+    held = turn.group.occupancy
+    if not isinstance(held, Held):
+        return
+    left = len(active(held))
+    yielded = len({h.session for h in held.holders if h.state is HolderState.YIELDED})
+    if left:
+        turn.say(
+            ReasonCode.PARTLY_YIELDED, f"{held.job}: {left} more of its processes hold lease {held.epoch}"
+        )
+        return
+    record = record_of(turn.group, held.job)
+    alive = record is not None and bool(record.sessions)
+    failed = any(h.state is HolderState.GONE for h in held.holders)
+    if yielded < held.world and alive and not failed:
+        turn.say(ReasonCode.PARTLY_YIELDED, f"{held.job}: {yielded} of {held.world} processes have yielded")
+        return
+    end(turn, held, f"{held.job} gave up lease {held.epoch} after {turn.at - held.since:.3f} s")
+
+
+def end(turn: Turn, held: Held, text: str) -> None:
+    """The lock is free; the job's state stays where it is until somebody needs the room."""
+    turn.set(occupancy=Resident(job=held.job), held_s=turn.group.held_s + max(0.0, turn.at - held.since))
+    turn.say(ReasonCode.YIELDED, text)
+    if not turn.group.waiters:
+        turn.say(ReasonCode.SNAPSHOT_DEFERRED, f"nobody waits: the state of {held.job} stays where it is")
+
+
+def _holder(turn: Turn, ask: Ask) -> Holder:
+    silent = ask.more or is_lost(turn.group, ask.session)
+    return Holder(
+        request=ask.request,
+        session=ask.session,
+        waited=max(0.0, turn.at - ask.since),
+        more=ask.more,
+        confirm_by=None if silent else turn.at + turn.group.rules.confirm_timeout,
+    )
+
+
+def _tell(turn: Turn, held: Held, holder: Holder, reason: fx.Reason) -> None:
+    turn.emit(
+        fx.Grant(
+            request=holder.request,
+            session=holder.session,
+            job=held.job,
+            epoch=held.epoch,
+            restored=held.restored,
+            waited=holder.waited,
+            bytes_in=held.bytes_in,
+            bytes_out=held.bytes_out,
+            reason=reason,
+        )
+    )
+
+
+def _active_request(held: Held, request: RequestId) -> Holder | None:
+    return next((h for h in active(held) if h.request == request), None)
+
+
+def _with_holder(turn: Turn, held: Held, holder: Holder) -> Held:
+    holders = tuple(holder if h.request == holder.request else h for h in held.holders)
+    held = replace(held, holders=holders)
+    turn.set(occupancy=held)
+    return held
+
+
+def _shares(held: object, event: ev.LeaseYielded) -> tuple[Holder, ...]:
+    if not isinstance(held, Held) or (held.job, held.epoch) != (event.job, event.epoch):
+        return ()
+    return tuple(h for h in held.holders if h.session == event.session)
+
+
+def _rejection(group: Group, event: ev.LeaseYielded) -> Rejected:
+    current = group.epoch
+    data = {"group": group.id, "job": event.job, "epoch": str(event.epoch), "current_epoch": str(current)}
+    held = group.occupancy
+    is_current = isinstance(held, Held) and (held.job, held.epoch) == (event.job, event.epoch)
+    if event.epoch <= 0 or event.epoch > current or is_current:
+        return Rejected(
+            fx.RefuseCode.NOT_HELD.value,
+            f"{event.job} (session {event.session}) does not hold group {group.id} under epoch {event.epoch}: "
+            "acquire it before yielding it",
+            **data,
+        )
+    return Rejected(
+        fx.RefuseCode.STALE_LEASE.value,
+        f"the lease {event.epoch} of {event.job} on group {group.id} is over; the current epoch is {current}: "
+        "acquire again before touching the accelerators",
+        **data,
+    )

@@ -1,0 +1,145 @@
+"""The nodes of a group and what their agents say. Called by ``core.group``.
+
+An agent's facts are its own; this is only the copy for deciding. They are taken unread but for four things: a
+faulted job that registered afresh is welcome again, an evictee that left blocks nobody any more, the resident
+job may be gone, and a swap that is on may need one more command.
+"""
+
+from msgspec.structs import replace
+
+from coslice.core import events as ev
+from coslice.core import swap
+from coslice.core.effects import ReasonCode, RefuseCode
+from coslice.core.events import ContextState, NodeFacts
+from coslice.core.group_state import (
+    ON_DEVICE,
+    PARKED,
+    Fault,
+    JobRecord,
+    NodeView,
+    Resident,
+    Stuck,
+    Swapping,
+    context_of,
+    is_on_device,
+    record_of,
+    view_of,
+)
+from coslice.core.ids import NodeId
+from coslice.core.prose import names
+from coslice.core.turn import Turn
+
+
+def attached(turn: Turn, event: ev.NodeAttached) -> None:
+    """An agent dialled in. Its word replaces all that we believed of its node."""
+    view = NodeView(node=event.node, facts=event.facts, attached=True)
+    new = view_of(turn.group, event.node) is None
+    turn.say(
+        ReasonCode.NODE_ATTACHED, f"{event.node} {'joins' if new else 'is back'} with epoch {event.epoch}"
+    )
+    if event.epoch > turn.group.epoch:
+        turn.set(epoch=event.epoch)
+    _put(turn, view)
+    jobs = (r for r in turn.group.jobs if r.fault is not None and r.fault.node == event.node)
+    for record in tuple(jobs):  # only out of reach, and now in reach
+        turn.put_record(replace(record, fault=None))
+    on = turn.group.occupancy
+    if isinstance(on, Swapping) and event.epoch > on.epoch:
+        swap.rebegin(turn, on, f"{event.node} has seen epoch {event.epoch} already")
+    else:
+        swap.follow(turn, view, attached=True)
+
+
+def detached(turn: Turn, node: NodeId) -> None:
+    view = view_of(turn.group, node)
+    if view is None or not view.attached:
+        return
+    turn.set(views=_replaced(turn, replace(view, attached=False, detached_at=turn.at)))
+    loss = turn.group.rules.node_loss
+    turn.say(
+        ReasonCode.NODE_CHANGED, f"the agent of {node} is not connected; it leaves the group in {loss:g} s"
+    )
+
+
+def reported(turn: Turn, node: NodeId, facts: NodeFacts) -> None:
+    note(turn, node, facts)
+    view = view_of(turn.group, node)
+    if view is not None:
+        swap.follow(turn, view, attached=False)
+
+
+def note(turn: Turn, node: NodeId, facts: NodeFacts | None) -> None:
+    """Keep the facts if they are newer than the ones we have (within one attachment versions only grow)."""
+    view = view_of(turn.group, node)
+    if facts is not None and view is not None and facts.version >= view.facts.version:
+        _put(turn, replace(view, facts=facts))
+
+
+def changed(turn: Turn, nodes: tuple[NodeId, ...]) -> None:
+    """An operator or the topology says which nodes the group has."""
+    for node in turn.group.nodes:
+        if node not in nodes:
+            left(turn, node, "it was taken out of the group")
+    for node in sorted(set(nodes)):
+        if view_of(turn.group, node) is None:
+            turn.say(ReasonCode.NODE_CHANGED, f"{node} belongs to the group now; waiting for its agent")
+            view = NodeView(node=node, detached_at=turn.at)
+            _put(turn, view)
+            swap.follow(turn, view, attached=False)
+
+
+def left(turn: Turn, node: NodeId, why: str) -> None:
+    """The node is no longer of the group: what it holds is out of reach, and nobody waits for it."""
+    view = view_of(turn.group, node)
+    if view is None:
+        return
+    turn.set(
+        views=tuple(v for v in turn.group.views if v.node != node),
+        stuck=tuple(s for s in turn.group.stuck if s.node != node),
+    )
+    lost = [c for c in view.facts.contexts if c.state in PARKED]
+    text = f" State of {names(c.job for c in lost)} is out of reach." if lost else ""
+    turn.say(ReasonCode.NODE_LOST, f"{node} leaves the group: {why}.{text}")
+    for context in lost:
+        if record_of(turn.group, context.job) is None:
+            turn.put_record(JobRecord(job=context.job, incarnation=context.incarnation))
+        reason = f"its state was saved on {node}, which left the group ({why}); bring the node back or start the job again"
+        swap.fault_job(turn, context.job, Fault(code=RefuseCode.NODE_LOST, reason=reason, node=node))
+    on = turn.group.occupancy
+    if isinstance(on, Swapping):
+        pending = tuple(n for n in on.pending if n != node)
+        turn.set(occupancy=replace(on, pending=pending, done=tuple(n for n in on.done if n != node)))
+        swap.finish_if_done(turn)
+    else:
+        swap.review_rest(turn, was_there=any(c.state in ON_DEVICE for c in view.facts.contexts))
+
+
+def _put(turn: Turn, view: NodeView) -> None:
+    rest = turn.group.occupancy
+    was_there = isinstance(rest, Resident) and is_on_device(turn.group, rest.job)
+    turn.set(views=_replaced(turn, view))
+    for context in view.facts.contexts:
+        record = record_of(turn.group, context.job)
+        if record is None or record.fault is None or context.state is not ContextState.LIVE:
+            continue
+        if context.incarnation and context.incarnation != record.incarnation:
+            incarnation = record.incarnation if record.sessions else context.incarnation
+            turn.put_record(replace(record, fault=None, incarnation=incarnation))
+            turn.say(
+                ReasonCode.REGISTERED, f"{context.job} registered afresh on {view.node}: its fault is cleared"
+            )
+    if any(s.node == view.node for s in turn.group.stuck):
+        turn.set(stuck=tuple(s for s in turn.group.stuck if s.node != view.node or _holds(view, s)))
+    swap.review_rest(turn, was_there=was_there)
+
+
+def _holds(view: NodeView, stuck: Stuck) -> bool:
+    if not stuck.job:
+        return True  # a stray process is in nobody's facts: only another try can tell
+    context = context_of(view, stuck.job)
+    return context is not None and context.state in ON_DEVICE
+
+
+def _replaced(turn: Turn, view: NodeView) -> tuple[NodeView, ...]:
+    others = [v for v in turn.group.views if v.node != view.node]
+    return tuple(sorted([*others, view], key=lambda v: v.node))

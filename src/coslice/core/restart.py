@@ -1,0 +1,88 @@
+"""Coming back: what the orchestrator does with a stored group before the first event, and after a stall.
+
+Deadlines are times on a clock that stood still, or began anew, while nobody looked. So nobody is held to them:
+every grace starts afresh, and every client and agent counts as lost until it is heard of.
+"""
+
+from msgspec.structs import replace
+
+from coslice.core import effects as fx
+from coslice.core import swap
+from coslice.core.group_state import (
+    Empty,
+    Group,
+    Held,
+    Holder,
+    HolderState,
+    LostSession,
+    Occupancy,
+    Resident,
+    Swapping,
+)
+from coslice.core.policy.base import Waiter
+
+
+def resume(group: Group) -> tuple[fx.GroupEffect, ...]:
+    """Effects to repeat after a restart. Safe to repeat: operations are named by the state."""
+    return swap.commands(group)
+
+
+def restarted(group: Group, now: float) -> Group:
+    """The group as the new process takes it over at ``now``; places and leases are kept."""
+    grace = now + group.rules.session_grace
+    known = dict.fromkeys(s for record in group.jobs for s in record.sessions)
+    return replace(
+        group,
+        views=tuple(replace(v, attached=False, detached_at=now) for v in group.views),
+        lost=tuple(LostSession(session=s, deadline=grace) for s in known),
+        stuck=tuple(replace(s, retry_at=now + group.rules.stuck_retry) for s in group.stuck),
+        waiters=tuple(_not_later(w, now) for w in group.waiters),
+        occupancy=_restarted(group.occupancy, now),
+        since=min(group.since, now),
+    )
+
+
+def stalled(group: Group, now: float) -> Group:
+    """After the loop stood still for long: every deadline that runs gets its full time from ``now``."""
+    rules, held = group.rules, group.occupancy
+    if isinstance(held, Held):
+        again = (
+            replace(h, confirm_by=now + rules.confirm_timeout) if h.confirm_by is not None else h
+            for h in held.holders
+        )
+        contended = None if held.contended_since is None else now
+        held = replace(held, holders=tuple(again), contended_since=contended)
+    return replace(
+        group,
+        views=tuple(v if v.attached else replace(v, detached_at=now) for v in group.views),
+        lost=tuple(replace(s, deadline=now + rules.session_grace) for s in group.lost),
+        stuck=tuple(replace(s, retry_at=now + rules.stuck_retry) for s in group.stuck),
+        occupancy=held,
+    )
+
+
+def _restarted(occupancy: Occupancy, now: float) -> Occupancy:
+    match occupancy:
+        case Empty() | Resident():
+            return occupancy
+        case Swapping(waiter=waiter):
+            waiter = None if waiter is None else _not_later(waiter, now)
+            return replace(occupancy, waiter=waiter, since=min(occupancy.since, now))
+        case Held():
+            contended = None if occupancy.contended_since is None else now
+            return replace(
+                occupancy,
+                since=min(occupancy.since, now),
+                holders=tuple(_silent(h) for h in occupancy.holders),
+                contended_since=contended,
+                asked=False,
+            )
+
+
+def _silent(holder: Holder) -> Holder:
+    return replace(holder, confirm_by=None) if holder.state is HolderState.ACTIVE else holder
+
+
+def _not_later(waiter: Waiter, now: float) -> Waiter:
+    asks = tuple(replace(a, since=min(a.since, now)) for a in waiter.asks)
+    return replace(waiter, asks=asks, since=min(waiter.since, now))

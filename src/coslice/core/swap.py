@@ -1,0 +1,349 @@
+"""Changing hands: when a command to the nodes is needed, what it is called, and what their reports mean.
+
+Called by ``core.group`` with a ``Turn``. What has to leave a node is the agent's decision; this module only says
+which job shall be there, under which epoch, and waits until every node has said that it is.
+"""
+
+from msgspec.structs import replace
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core import lease
+from coslice.core.effects import ReasonCode, RefuseCode
+from coslice.core.events import ContextState
+from coslice.core.group_state import (
+    ON_DEVICE,
+    PARKED,
+    Empty,
+    Fault,
+    Group,
+    Held,
+    JobRecord,
+    NodeView,
+    Resident,
+    Stuck,
+    Swapping,
+    context_of,
+    has_live_ask,
+    is_on_device,
+    occupant,
+    on_device,
+    record_of,
+    view_of,
+)
+from coslice.core.ids import Epoch, Incarnation, JobId, NodeId, op_id
+from coslice.core.policy.base import Choice, Waiter
+from coslice.core.prose import names, size
+from coslice.core.turn import Turn
+
+
+def needs_command(view: NodeView, job: JobId, *, last: JobId | None) -> bool:
+    """Must the node's agent be asked before ``job`` may run there?
+
+    Not if it is connected and either says that the job is loaded, or says that the device is empty and nobody
+    else held the lock last. (The word of an agent may be older than what the last holder did to the device.)
+    """
+    context = context_of(view, job)
+    if not view.attached or (context is not None and context.state in PARKED):
+        return True
+    if context is not None and context.state is ContextState.LIVE:
+        return False
+    return last not in (None, job) or any(c.state in ON_DEVICE for c in view.facts.contexts)
+
+
+def begin(turn: Turn, choice: Choice) -> None:
+    """The lock is free and ``choice`` is next: a lease at once if nothing must move, else a swap."""
+    waiter, last = choice.waiter, occupant(turn.group)
+    epoch = Epoch(turn.group.epoch + 1)
+    turn.set(epoch=epoch, waiters=tuple(w for w in turn.group.waiters if w.job != waiter.job))
+    pending = tuple(v.node for v in turn.group.views if needs_command(v, waiter.job, last=last))
+    if not pending:
+        reason = _why_without_command(turn.group, waiter.job, last)
+        turn.say(reason.code, f"{reason.text} ({choice.reason})")
+        lease.hold(turn, waiter, epoch=epoch, reason=reason)
+        return
+    swap = Swapping(
+        incoming=waiter.job,
+        waiter=waiter,
+        epoch=epoch,
+        since=turn.at,
+        pending=pending,
+        done=tuple(n for n in turn.group.nodes if n not in pending),
+        outgoing=last if last != waiter.job else None,
+        need=waiter.need,
+    )
+    turn.set(occupancy=swap)
+    over = f", after {swap.outgoing}" if swap.outgoing else ""
+    turn.say(
+        ReasonCode.SWAP_BEGUN,
+        f"{waiter.job} is next{over} ({choice.reason}): making it resident on {names(pending)}, epoch {epoch}",
+    )
+    _command(turn, swap, pending)
+
+
+def rebegin(turn: Turn, swap: Swapping, why: str) -> None:
+    """The same swap under a new epoch, asked of every node that is not known to be right already."""
+    epoch = Epoch(turn.group.epoch + 1)
+    pending = tuple(
+        v.node
+        for v in turn.group.views
+        if v.node in swap.pending or needs_command(v, swap.incoming, last=swap.outgoing)
+    )
+    done = tuple(n for n in turn.group.nodes if n not in pending)
+    swap = replace(swap, epoch=epoch, pending=pending, done=done)
+    turn.set(epoch=epoch, occupancy=swap)
+    turn.say(ReasonCode.RETRY, f"swap to {swap.incoming} begins again under epoch {epoch}: {why}")
+    _command(turn, swap, pending)
+
+
+def commands(group: Group) -> tuple[fx.MakeResident, ...]:
+    """What the nodes of a running swap were told. Harmless to repeat: each operation has a derived name."""
+    swap = group.occupancy
+    return tuple(_make_resident(group, swap, n) for n in swap.pending) if isinstance(swap, Swapping) else ()
+
+
+def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
+    swap = turn.group.occupancy
+    if not isinstance(swap, Swapping) or not _is_pending(turn.group, swap, event.node, event.op):
+        turn.say(ReasonCode.STALE, f"{event.node} reports {event.op} done, which nobody waits for any more")
+        return
+    swap = replace(
+        swap,
+        pending=tuple(n for n in swap.pending if n != event.node),
+        done=(*swap.done, event.node),
+        restored=swap.restored or event.restored,
+        bytes_in=swap.bytes_in + event.bytes_in,
+        bytes_out=swap.bytes_out + event.bytes_out,
+        notes=(*swap.notes, f"{event.node}: {event.reason}") if event.reason else swap.notes,
+    )
+    turn.set(occupancy=swap, bytes_moved=turn.group.bytes_moved + event.bytes_in + event.bytes_out)
+    turn.say(
+        ReasonCode.NODE_READY,
+        f"{swap.incoming} is resident on {event.node}: {size(event.bytes_out)} out, {size(event.bytes_in)} in, "
+        f"{event.seconds:.3f} s{f' ({event.reason})' if event.reason else ''}",
+    )
+    finish_if_done(turn)
+
+
+def finish_if_done(turn: Turn) -> None:
+    """Every node has reported: the lease goes to whoever of the incoming job is still there."""
+    swap = turn.group.occupancy
+    if not isinstance(swap, Swapping) or swap.pending:
+        return
+    if swap.restored or swap.bytes_in or swap.bytes_out:
+        turn.set(swaps=turn.group.swaps + 1)
+    turn.set(occupancy=Resident(job=swap.incoming))
+    if swap.waiter is None:
+        turn.say(
+            ReasonCode.ABANDONED, f"{swap.incoming} is resident, but its callers left: the lock stays free"
+        )
+        return
+    if not has_live_ask(turn.group, swap.waiter):
+        requeue(turn, swap.waiter)
+        turn.say(
+            ReasonCode.SESSION_LOST, f"{swap.incoming} is resident but not connected: passed over for now"
+        )
+        return
+    reason = _why_after_swap(turn.group, swap)
+    turn.say(reason.code, reason.text)
+    lease.hold(
+        turn,
+        swap.waiter,
+        epoch=swap.epoch,
+        reason=reason,
+        restored=swap.restored,
+        bytes_in=swap.bytes_in,
+        bytes_out=swap.bytes_out,
+    )
+
+
+def failed(turn: Turn, event: ev.OpFailed) -> None:
+    """Find out whose fault it is. The group goes on in every case."""
+    swap = turn.group.occupancy
+    if isinstance(swap, Held) and event.op == op_id(turn.group.id, swap.epoch, event.node):
+        if event.culprit == swap.job:
+            fault_job(turn, event.culprit, Fault(code=RefuseCode.JOB_FAULTED, reason=event.reason))
+        return
+    if not isinstance(swap, Swapping) or not _is_pending(turn.group, swap, event.node, event.op):
+        turn.say(ReasonCode.STALE, f"{event.node} reports {event.op} failed, which nobody waits for any more")
+        return
+    if event.culprit == swap.incoming:
+        fault_job(turn, event.culprit, Fault(code=RefuseCode.JOB_FAULTED, reason=event.reason))
+        _rest(turn, prefer=swap.outgoing)
+    elif event.stuck and (not event.culprit or _still_there(turn.group, event)):
+        _blocked(turn, swap, event)
+    else:
+        _evictee_failed(turn, swap, event)
+
+
+def fault_job(turn: Turn, job: JobId, fault: Fault) -> None:
+    """The job's own trouble: its requests are refused, its lease ends. Nobody else is affected."""
+    record = record_of(turn.group, job) or JobRecord(job=job, incarnation=_incarnation_seen(turn.group, job))
+    turn.put_record(replace(record, fault=fault))
+    turn.say(ReasonCode.JOB_FAULTED, f"{job} is refused until it registers again: {fault.reason}")
+    turn.refuse(job, fault.code, fault.reason)
+    held = turn.group.occupancy
+    if isinstance(held, Held) and held.job == job:
+        turn.take_back(held, fault.reason)
+        lease.settle(turn)
+
+
+def requeue(turn: Turn, waiter: Waiter) -> None:
+    """Back to the head of the queue, where it was."""
+    turn.set(waiters=(waiter, *turn.group.waiters))
+
+
+def follow(turn: Turn, view: NodeView, *, attached: bool) -> None:
+    """A node's facts changed: does the swap or the lease that is on need a command to it?
+
+    ``attached``: its agent just connected, so whatever was sent before may not have arrived.
+    """
+    swap, node = turn.group.occupancy, view.node
+    if isinstance(swap, Held):
+        if attached and needs_command(view, swap.job, last=swap.job):
+            turn.emit(_make_resident(turn.group, swap, node))
+        return
+    if not isinstance(swap, Swapping):
+        return
+    if node in swap.pending:
+        if attached:
+            _command(turn, swap, (node,))
+        return
+    context = context_of(view, swap.incoming)
+    parked = context is not None and context.state in PARKED
+    if parked or (node not in swap.done and needs_command(view, swap.incoming, last=swap.outgoing)):
+        nodes = tuple(n for n in turn.group.nodes if n in swap.pending or n == node)
+        swap = replace(swap, pending=nodes, done=tuple(n for n in swap.done if n != node))
+        turn.set(occupancy=swap)
+        _command(turn, swap, (node,))
+    elif node not in swap.done:
+        turn.set(occupancy=replace(swap, done=(*swap.done, node)))
+
+
+def review_rest(turn: Turn, *, was_there: bool) -> None:
+    """With the lock free, say whose state is on the accelerators as far as the agents' facts tell.
+
+    ``was_there``: the resident job's state had been seen on a device before the facts changed.
+    """
+    rest = turn.group.occupancy
+    if isinstance(rest, Empty) or (
+        isinstance(rest, Resident) and was_there and not is_on_device(turn.group, rest.job)
+    ):
+        _rest(turn, prefer=None)
+
+
+def _rest(turn: Turn, *, prefer: JobId | None) -> None:
+    there = [c.job for _, c in on_device(turn.group)]
+    job = prefer if prefer in there or not there else there[0]
+    turn.set(occupancy=Empty() if job is None else Resident(job=job))
+
+
+def _blocked(turn: Turn, swap: Swapping, event: ev.OpFailed) -> None:
+    stuck = Stuck(
+        node=event.node,
+        job=event.culprit,
+        pid=event.pid,
+        reason=event.reason,
+        retry_at=turn.at + turn.group.rules.stuck_retry,
+    )
+    others = tuple(s for s in turn.group.stuck if (s.node, s.job) != (stuck.node, stuck.job))
+    turn.set(stuck=(*others, stuck))
+    who = event.culprit or "a process of no job we know"
+    turn.say(
+        ReasonCode.BLOCKED,
+        f"{swap.incoming} is BLOCKED_BY({who}, pid {event.pid}) on {event.node}: {event.reason}",
+    )
+    _rest(turn, prefer=event.culprit or swap.outgoing)
+    if swap.waiter is not None:
+        requeue(turn, swap.waiter)
+
+
+def _evictee_failed(turn: Turn, swap: Swapping, event: ev.OpFailed) -> None:
+    fault_job(turn, event.culprit, Fault(code=RefuseCode.JOB_FAULTED, reason=event.reason))
+    _rest(turn, prefer=swap.outgoing)
+    waiter = swap.waiter
+    if waiter is None:
+        return
+    waiter = replace(waiter, attempts=waiter.attempts + 1)
+    requeue(turn, waiter)
+    if waiter.attempts < turn.group.rules.max_attempts:
+        turn.say(ReasonCode.RETRY, f"{waiter.job} is not at fault: its swap is tried again")
+        return
+    turn.refuse(
+        waiter.job,
+        RefuseCode.FAILED,
+        f"{waiter.attempts} swaps failed by the fault of other jobs, last {event.culprit} on {event.node}: "
+        f"{event.reason}; acquire again once that is solved",
+    )
+
+
+def _still_there(group: Group, event: ev.OpFailed) -> bool:
+    """Without facts the report itself is believed."""
+    view = view_of(group, event.node)
+    if event.facts is None or view is None:
+        return True
+    context = context_of(view, event.culprit)
+    return context is not None and context.state in ON_DEVICE
+
+
+def _incarnation_seen(group: Group, job: JobId) -> Incarnation:
+    found = (c.incarnation for v in group.views for c in v.facts.contexts if c.job == job)
+    return next(found, Incarnation(""))
+
+
+def _is_pending(group: Group, swap: Swapping, node: NodeId, op: str) -> bool:
+    return node in swap.pending and op == op_id(group.id, swap.epoch, node)
+
+
+def _command(turn: Turn, swap: Swapping, nodes: tuple[NodeId, ...]) -> None:
+    for node in nodes:
+        view = view_of(turn.group, node)
+        if view is not None and view.attached:  # the others are told when they attach
+            turn.emit(_make_resident(turn.group, swap, node))
+
+
+def _make_resident(group: Group, now: Swapping | Held, node: NodeId) -> fx.MakeResident:
+    record = record_of(group, occupant(group) or JobId(""))
+    need = now.need if isinstance(now, Swapping) else record.need if record is not None else 0
+    job = now.incoming if isinstance(now, Swapping) else now.job
+    return fx.MakeResident(
+        op=op_id(group.id, now.epoch, node), node=node, job=job, epoch=now.epoch, need=need
+    )
+
+
+def _why_without_command(group: Group, job: JobId, last: JobId | None) -> fx.Reason:
+    if not is_on_device(group, job) and last != job:
+        return fx.Reason(ReasonCode.GRANTED_EMPTY, f"{job} gets empty accelerators: nobody's state was there")
+    beside = _beside(group, job)
+    if beside:
+        return fx.Reason(ReasonCode.GRANTED_BOTH_FIT, f"{job} never left: {beside}")
+    return fx.Reason(ReasonCode.GRANTED_RESIDENT, f"{job} was the last on the accelerators: nothing moved")
+
+
+def _why_after_swap(group: Group, swap: Swapping) -> fx.Reason:
+    notes = f" ({'; '.join(swap.notes)})" if swap.notes else ""
+    if swap.restored or swap.bytes_in or swap.bytes_out:
+        moved = f"{size(swap.bytes_out)} out, {size(swap.bytes_in)} in"
+        after = f" in the place of {swap.outgoing}" if swap.outgoing else ""
+        return fx.Reason(ReasonCode.GRANTED_SWAPPED, f"{swap.incoming} was loaded{after}: {moved}{notes}")
+    beside = _beside(group, swap.incoming)
+    if beside:
+        return fx.Reason(
+            ReasonCode.GRANTED_BOTH_FIT, f"nothing had to move for {swap.incoming}: {beside}{notes}"
+        )
+    if is_on_device(group, swap.incoming):
+        return fx.Reason(ReasonCode.GRANTED_RESIDENT, f"{swap.incoming} was still on the accelerators{notes}")
+    return fx.Reason(
+        ReasonCode.GRANTED_EMPTY, f"{swap.incoming} gets empty accelerators: nothing to move{notes}"
+    )
+
+
+def _beside(group: Group, job: JobId) -> str:
+    """Who stays on the device beside ``job``, with the figures of the fullest node; empty if nobody."""
+    texts = []
+    for view in group.views:
+        there = [c for c in view.facts.contexts if c.state in ON_DEVICE]
+        if any(c.job != job for c in there):
+            parts = " + ".join(f"{c.job} {size(c.bytes)}" for c in there)
+            texts.append(f"{parts} fit in {size(view.facts.device_budget)} on {view.node}")
+    return "; ".join(texts)

@@ -1,0 +1,82 @@
+"""One step of the group in the making: the state so far, and the effects and reasons gathered on the way.
+
+Used only inside ``core``, within a single call of ``step``; from outside, ``step`` is a pure function.
+"""
+
+from msgspec.structs import replace
+
+from coslice.core import effects as fx
+from coslice.core.group_state import Group, Held, HolderState, JobRecord, Swapping
+from coslice.core.ids import JobId, SessionId
+from coslice.core.outcome import Step
+from coslice.core.policy.base import Ask, Waiter
+
+
+class Turn:
+    def __init__(self, group: Group, at: float) -> None:
+        self.group, self.at = group, at
+        self._effects: list[fx.GroupEffect] = []
+        self._reasons: list[fx.Reason] = []
+
+    def set(self, **changes: object) -> None:
+        self.group = replace(self.group, **changes)
+
+    def emit(self, effect: fx.GroupEffect) -> None:
+        self._effects.append(effect)
+
+    def say(self, code: fx.ReasonCode, text: str) -> fx.Reason:
+        reason = fx.Reason(code, text)
+        self._reasons.append(reason)
+        return reason
+
+    def done(self) -> Step[Group, fx.GroupEffect]:
+        return Step(self.group, tuple(self._effects), tuple(self._reasons))
+
+    # ── edits that every part needs ──
+
+    def put_record(self, record: JobRecord) -> None:
+        """Store a job's record in its place, or at the end if it is new."""
+        jobs = self.group.jobs
+        if any(r.job == record.job for r in jobs):
+            self.set(jobs=tuple(record if r.job == record.job else r for r in jobs))
+        else:
+            self.set(jobs=(*jobs, record))
+
+    def take_asks(self, *, job: JobId | None = None, session: SessionId | None = None) -> tuple[Ask, ...]:
+        """Remove the open requests of a job, or of a session, from the queue and from a running swap."""
+        taken: list[Ask] = []
+
+        def rest(waiter: Waiter) -> Waiter | None:
+            gone = [a for a in waiter.asks if job == waiter.job or session == a.session]
+            taken.extend(gone)
+            if not gone:
+                return waiter
+            asks = tuple(a for a in waiter.asks if a not in gone)
+            return replace(waiter, asks=asks) if asks else None
+
+        swap = self.group.occupancy
+        if isinstance(swap, Swapping) and swap.waiter is not None:
+            self.set(occupancy=replace(swap, waiter=rest(swap.waiter)))
+        kept = [rest(w) for w in self.group.waiters]
+        if taken:
+            self.set(waiters=tuple(w for w in kept if w is not None))
+        return tuple(taken)
+
+    def refuse(self, job: JobId, code: fx.RefuseCode, reason: str) -> None:
+        """Answer every open request of a job with a refusal."""
+        for ask in self.take_asks(job=job):
+            self.emit(fx.Refuse(request=ask.request, session=ask.session, code=code, reason=reason))
+
+    def take_back(self, held: Held, reason: str, *, session: SessionId | None = None) -> None:
+        """Tell the processes that hold the lease (or one of them) that it is over, and mark their shares gone."""
+        told: set[SessionId] = set()
+        holders = []
+        for holder in held.holders:
+            if holder.state is not HolderState.ACTIVE or session not in (None, holder.session):
+                holders.append(holder)
+                continue
+            if holder.session not in told:
+                told.add(holder.session)
+                self.emit(fx.LoseLease(session=holder.session, job=held.job, epoch=held.epoch, reason=reason))
+            holders.append(replace(holder, state=HolderState.GONE, confirm_by=None))
+        self.set(occupancy=replace(held, holders=tuple(holders)))
