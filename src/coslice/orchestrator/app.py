@@ -1,0 +1,203 @@
+"""The orchestrator as one thing to start and stop: store, journal, drivers, gRPC server.
+
+Signals, processes and output belong to the command line. A driver or task that breaks ends ``wait``.
+"""
+
+import asyncio
+import errno
+import logging
+import socket
+import uuid
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from coslice.core import effects as fx
+from coslice.core.ids import GroupId
+from coslice.errors import ConfigError
+from coslice.orchestrator.agents import Agents
+from coslice.orchestrator.config import OrchestratorConfig, check, split_address
+from coslice.orchestrator.groups import Groups
+from coslice.orchestrator.outbox import End
+from coslice.orchestrator.service import OrchestratorService
+from coslice.orchestrator.sessions import Session, Sessions
+from coslice.orchestrator.verbs import Verbs
+from coslice.orchestrator.watch import Watchers
+from coslice.runtime.clock import Clock, LoopClock
+from coslice.runtime.journal import Journal
+from coslice.runtime.supervisor import Supervisor
+from coslice.store import Store, make_store
+from coslice.wire.v1 import coslice_pb2 as pb
+from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+SERVICE = "coslice.v1.Orchestrator"
+MAX_TEXT = 4096
+
+
+class OrchestratorApp:
+    """``start`` once, ``stop`` once; ``address`` is known in between."""
+
+    def __init__(self, config: OrchestratorConfig) -> None:
+        self.config = config
+        self.instance = ""
+        """Changes with every start; clients and agents see it in their welcome."""
+        self._address = ""
+        self._service: OrchestratorService | None = None
+        self._supervisor = Supervisor("orchestrator")
+        self._open = AsyncExitStack()
+        self._ready = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        """``host:port`` as really bound (port 0 asks the system for a free one)."""
+        if not self._address:
+            raise RuntimeError("the orchestrator has no address before start()")
+        return self._address
+
+    async def start(self) -> None:
+        """Open the store, take up every group where it was left, serve. Raises ``ConfigError``; nothing is then left."""
+        check(self.config)
+        self.instance = uuid.uuid4().hex[:12]
+        async with AsyncExitStack() as stack:
+            store = make_store(self.config.store)
+            stack.push_async_callback(store.close)
+            saved = await store.load()
+            clock = LoopClock()
+            journal = Journal(self.config.journal, orchestrator=self.instance)
+            journal.open(clock.now())
+            stack.callback(journal.close)
+            server, address = _bind(self.config)
+            stack.push_async_callback(self._supervisor.stop)
+            self._service = self._assemble(store, saved, journal, clock)
+            pb_grpc.add_OrchestratorServicer_to_server(self._service, server)
+            await _serve(server)
+            stack.push_async_callback(self._end_streams, server)
+            self._open = stack.pop_all()
+        self._address = address
+        self._ready.set()
+        log.info("orchestrator %s listens on %s", self.instance, address)
+
+    def _assemble(
+        self, store: Store, saved: Mapping[str, tuple[bytes, int]], journal: Journal, clock: Clock
+    ) -> OrchestratorService:
+        config, watchers = self.config, Watchers()
+        groups = Groups(
+            config,
+            store=store,
+            journal=journal,
+            clock=clock,
+            supervisor=self._supervisor,
+            changed=watchers.changed,
+        )
+        sessions = Sessions(groups=groups, clock=clock, grace=config.session_grace, limit=config.max_sessions)
+        agents = Agents(groups=groups, clock=clock, instance=self.instance)
+
+        def perform(group: GroupId, effect: fx.GroupEffect) -> None:
+            if isinstance(effect, fx.MakeResident):
+                agents.command(group, effect)
+            else:
+                sessions.perform(group, effect)
+
+        def note(session: Session, said: pb.Note) -> None:
+            who = session.who
+            text, name = said.text[:MAX_TEXT], said.name[:MAX_TEXT]
+            journal.note(
+                clock.now(),
+                job=who.job,
+                session=who.session,
+                name=name,
+                value=said.value,
+                step=said.step,
+                text=text,
+            )
+
+        groups.start(saved, perform)
+        return OrchestratorService(
+            instance=self.instance,
+            groups=groups,
+            sessions=sessions,
+            verbs=Verbs(groups=groups, clock=clock, note=note),
+            agents=agents,
+            watchers=watchers,
+            clock=clock,
+            hello_timeout=config.hello_timeout,
+            session_grace=config.session_grace,
+        )
+
+    async def wait_ready(self) -> None:
+        """Returns once ``start`` is done."""
+        await self._ready.wait()
+
+    async def wait(self) -> None:
+        """Blocks while all is well; raises ``runtime.supervisor.Crashed`` when a part breaks."""
+        await self._supervisor.wait()
+
+    async def stop(self) -> None:
+        """End every stream so that clients and agents come back to a successor; keep every lease. Idempotent."""
+        await self._open.aclose()
+
+    async def _end_streams(self, server: grpc.aio.Server) -> None:
+        if self._service is not None:
+            self._service.stop(
+                End(grpc.StatusCode.UNAVAILABLE, "the orchestrator is stopping; connect again")
+            )
+        await server.stop(self.config.stop_grace)
+
+
+def _bind(config: OrchestratorConfig) -> tuple[grpc.aio.Server, str]:
+    every = int(config.keepalive * 1000)
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 0),  # a second orchestrator on the port must fail, not share it
+            ("grpc.max_receive_message_length", config.max_message_bytes),
+            ("grpc.max_send_message_length", 4 * config.max_message_bytes),
+            ("grpc.keepalive_time_ms", every),
+            ("grpc.keepalive_timeout_ms", every),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", every // 2),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", every // 2),
+            ("grpc.http2.max_ping_strikes", 0),  # an eager client is no reason to end its session
+        ]
+    )
+    try:
+        port = server.add_insecure_port(config.listen)
+    except RuntimeError as error:
+        raise ConfigError(_why_not(config.listen), data={"listen": config.listen}) from error
+    if config.listen.startswith("unix:"):
+        return server, config.listen
+    return server, f"{config.listen.rpartition(':')[0]}:{port}"
+
+
+def _why_not(listen: str) -> str:
+    """gRPC does not say why it cannot listen; the system does when asked again."""
+    if listen.startswith("unix:"):
+        return f"cannot listen on {listen}: its directory must exist and be writable"
+    host, port = split_address(listen)
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return (
+                f"cannot listen on {listen}: port {port} is in use. Stop the process that has it (another "
+                f"orchestrator?), or listen elsewhere; port 0 takes any free one"
+            )
+        return f"cannot listen on {listen}: {error.strerror or error}"
+    return f"cannot listen on {listen}: the port was in use a moment ago; try again"
+
+
+async def _serve(server: grpc.aio.Server) -> None:
+    health = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    await server.start()
+    for name in ("", SERVICE):
+        await health.set(name, health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,130 @@
+"""What an orchestrator is told before it starts. Values only: nothing here opens, binds or reads anything.
+
+``check`` refuses what cannot work, in the words of the person who wrote it; ``OrchestratorApp.start`` calls it.
+"""
+
+import ipaddress
+from typing import Literal
+
+from msgspec import Struct
+
+from coslice.core.group_state import GroupRules
+from coslice.core.ids import check_name
+from coslice.core.policy import policy_named
+from coslice.errors import ConfigError
+
+DEFAULT_LISTEN = "127.0.0.1:50051"
+
+
+class GroupConfig(Struct, frozen=True, kw_only=True):
+    id: str
+    rank: int = 0
+    """Place in the global order of groups; equal ranks are ordered by id."""
+    nodes: tuple[str, ...] | None = None
+    """None: nodes join when their agents offer the group."""
+    policy: str = "fifo"
+
+
+class OrchestratorConfig(Struct, frozen=True, kw_only=True):
+    """All times are in seconds."""
+
+    listen: str = DEFAULT_LISTEN
+    """``host:port`` (port 0: any free one) or ``unix:path``."""
+    insecure: bool = False
+    """Allow a listen address that other machines can reach, although the stream is not encrypted."""
+    store: str = ":memory:"
+    """Path of the SQLite file, or ``:memory:`` (a restart then forgets every lock)."""
+    journal: str | None = None
+    groups: tuple[GroupConfig, ...] = ()
+    open_groups: bool = True
+    """An agent that offers a group nobody configured creates it."""
+    default_policy: str = "fifo"
+    """Of groups that agents create."""
+    session_grace: float = 10.0
+    confirm_timeout: float = 5.0
+    quantum: float = 30.0
+    """A holder is asked to give way once it held that long and somebody waited that long."""
+    max_hold: float = 3600.0
+    on_overrun: Literal["evict", "warn"] = "evict"
+    node_loss: float = 60.0
+    hello_timeout: float = 5.0
+    max_sessions: int = 10_000
+    max_message_bytes: int = 4 << 20
+    keepalive: float = 10.0
+    """How often idle streams are pinged, by either side."""
+    stop_grace: float = 1.0
+
+
+def rules(config: OrchestratorConfig) -> GroupRules:
+    return GroupRules(
+        session_grace=config.session_grace,
+        confirm_timeout=config.confirm_timeout,
+        quantum=config.quantum,
+        max_hold=config.max_hold,
+        on_overrun=config.on_overrun,
+        node_loss=config.node_loss,
+    )
+
+
+def check(config: OrchestratorConfig) -> None:
+    """Raise ``ConfigError`` for a configuration that cannot work."""
+    try:
+        policy_named(config.default_policy)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    seen: set[str] = set()
+    for group in config.groups:
+        try:
+            check_name("group", group.id)
+            policy_named(group.policy)
+            for node in group.nodes or ():
+                check_name("node", node)
+        except ValueError as error:
+            raise ConfigError(str(error), data={"group": group.id}) from error
+        if group.id in seen:
+            raise ConfigError(f"group {group.id!r} is configured twice: remove one", data={"group": group.id})
+        seen.add(group.id)
+    for name in (
+        "session_grace",
+        "confirm_timeout",
+        "quantum",
+        "max_hold",
+        "node_loss",
+        "hello_timeout",
+        "keepalive",
+    ):
+        if not getattr(config, name) > 0:
+            raise ConfigError(f"{name} is {getattr(config, name)}: give a number of seconds above 0")
+    _check_listen(config)
+
+
+def _check_listen(config: OrchestratorConfig) -> None:
+    if config.listen.startswith("unix:"):
+        return
+    host, port = split_address(config.listen)
+    if not (config.insecure or _loopback(host)):
+        raise ConfigError(
+            f"refusing to listen on {config.listen}: other machines could reach it and the stream is not "
+            f"encrypted. Use 127.0.0.1:{port}, or set insecure=True if the network is trusted",
+            data={"listen": config.listen},
+        )
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port``; raises ``ConfigError``."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(
+            f"{address!r} is not host:port, for example {DEFAULT_LISTEN}", data={"listen": address}
+        )
+    return host, int(port)
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

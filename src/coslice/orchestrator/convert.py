@@ -1,0 +1,224 @@
+"""Messages of the wire ↔ the core's words. Pure; says no to what is malformed, decides nothing else.
+
+Whatever arrives is checked here, so behind this module every name is well-formed and no number is negative.
+"""
+
+from msgspec import Struct
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.ids import (
+    Epoch,
+    GroupId,
+    Incarnation,
+    JobId,
+    NodeId,
+    OpId,
+    RequestId,
+    SessionId,
+    check_name,
+)
+from coslice.core.outcome import Rejected
+from coslice.wire.v1 import coslice_pb2 as pb
+
+_STATE_OF: dict[pb.ContextState.ValueType, ev.ContextState] = {
+    pb.LIVE: ev.ContextState.LIVE,
+    pb.LEAVING: ev.ContextState.LEAVING,
+    pb.SAVED: ev.ContextState.SAVED,
+    pb.RETURNING: ev.ContextState.RETURNING,
+    pb.LOST: ev.ContextState.LOST,
+}
+_WIRE_STATE = {state: wire for wire, state in _STATE_OF.items()}
+_MAX_TOKEN = 200
+
+
+class Identity(Struct, frozen=True, kw_only=True):
+    """Who speaks on a session's stream."""
+
+    job: JobId
+    incarnation: Incarnation
+    session: SessionId
+    node: str
+    pid: int
+    start_time: int
+    rank: int
+
+
+def token(kind: str, text: str) -> str:
+    """Ids that clients make up (sessions, requests, incarnations): printable, short. Raises ``ValueError``."""
+    if not text or len(text) > _MAX_TOKEN or not text.isprintable():
+        raise ValueError(f"{text[:50]!r} is not a {kind} id: use 1 to {_MAX_TOKEN} printable characters")
+    return text
+
+
+def identity(hello: pb.Hello) -> Identity:
+    """Raises ``ValueError`` naming the field that is malformed."""
+    if hello.incarnation:  # callers without one join whoever runs under the same job id
+        token("incarnation", hello.incarnation)
+    return Identity(
+        job=JobId(check_name("job", hello.job)),
+        incarnation=Incarnation(hello.incarnation),
+        session=SessionId(token("session", hello.session)),
+        node=hello.node[:_MAX_TOKEN],
+        pid=hello.pid,
+        start_time=hello.start_time,
+        rank=hello.rank,
+    )
+
+
+def acquire_event(who: Identity, message: pb.Acquire, *, at: float, more: bool) -> ev.AcquireRequested:
+    """Raises ``ValueError``."""
+    if message.world < 0 or message.need_bytes < 0:
+        raise ValueError("world and need_bytes count processes and bytes: they cannot be negative")
+    return ev.AcquireRequested(
+        at=at,
+        job=who.job,
+        incarnation=who.incarnation,
+        session=who.session,
+        request=RequestId(token("request", message.request)),
+        world=message.world,
+        need=message.need_bytes,
+        more=more,
+        phase=message.phase[:_MAX_TOKEN],
+    )
+
+
+# ── answers to a client ────────────────────────────────────────────────────
+
+
+def lease(group: GroupId, grant: fx.Grant) -> pb.Lease:
+    return pb.Lease(
+        group=group,
+        epoch=grant.epoch,
+        restored=grant.restored,
+        waited_s=grant.waited,
+        bytes_in=grant.bytes_in,
+        bytes_out=grant.bytes_out,
+        reason=grant.reason.text,
+    )
+
+
+def granted(request: RequestId, leases: list[pb.Lease]) -> pb.ServerMessage:
+    return pb.ServerMessage(granted=pb.Granted(request=request, leases=leases))
+
+
+def refused(request: str, code: pb.Code.ValueType, message: str, **data: str) -> pb.ServerMessage:
+    return pb.ServerMessage(refused=pb.Refused(request=request, code=code, message=message, data=data))
+
+
+def code_named(name: str) -> pb.Code.ValueType:
+    """The wire's code of the same name as the core's; ``FAILED`` for one that the wire does not have."""
+    return pb.Code.Value(name.upper()) if name.upper() in pb.Code.keys() else pb.FAILED
+
+
+def rejection(request: str, error: Rejected) -> pb.ServerMessage:
+    return refused(request, code_named(error.code), str(error), **error.data)
+
+
+def refusal(group: GroupId, effect: fx.Refuse) -> pb.ServerMessage:
+    return refused(effect.request, code_named(effect.code), effect.reason, group=group)
+
+
+def lease_lost(group: GroupId, effect: fx.LoseLease) -> pb.ServerMessage:
+    return pb.ServerMessage(lease_lost=pb.LeaseLost(group=group, epoch=effect.epoch, reason=effect.reason))
+
+
+def should_yield(group: GroupId, effect: fx.AskYield) -> pb.ServerMessage:
+    return pb.ServerMessage(
+        should_yield=pb.ShouldYield(
+            group=group, epoch=effect.epoch, waiting=effect.waiting, longest_wait_s=effect.longest_wait
+        )
+    )
+
+
+# ── what agents say ────────────────────────────────────────────────────────
+
+
+def facts(residency: pb.Residency, accelerator: str) -> ev.NodeFacts:
+    contexts = tuple(
+        ev.ContextFact(
+            job=JobId(context.job),
+            state=_STATE_OF[context.state],
+            bytes=context.bytes,
+            pids=tuple(context.pids),
+            incarnation=Incarnation(context.incarnation),
+            reason=context.reason,
+        )
+        for context in residency.contexts
+        if context.state in _STATE_OF
+    )
+    return ev.NodeFacts(
+        version=residency.version,
+        contexts=contexts,
+        device_budget=residency.device_budget_bytes,
+        device_used=residency.device_used_bytes,
+        host_budget=residency.host_budget_bytes,
+        host_used=residency.host_used_bytes,
+        accelerator=accelerator,
+    )
+
+
+def op_succeeded(message: pb.OpDone, node: NodeId, accelerator: str, *, at: float) -> ev.OpSucceeded:
+    return ev.OpSucceeded(
+        at=at,
+        op=OpId(message.op),
+        node=node,
+        restored=message.restored,
+        bytes_in=message.bytes_in,
+        bytes_out=message.bytes_out,
+        seconds=message.seconds,
+        reason=message.reason,
+        facts=facts(message.residency, accelerator) if message.HasField("residency") else None,
+    )
+
+
+def op_failed(message: pb.OpFailed, node: NodeId, accelerator: str, *, at: float) -> ev.OpFailed:
+    return ev.OpFailed(
+        at=at,
+        op=OpId(message.op),
+        node=node,
+        culprit=JobId(message.culprit),
+        reason=message.reason,
+        stuck=message.stuck,
+        pid=message.pid,
+        facts=facts(message.residency, accelerator) if message.HasField("residency") else None,
+    )
+
+
+def make_resident(group: GroupId, effect: fx.MakeResident) -> pb.AgentCommand:
+    return pb.AgentCommand(
+        make_resident=pb.MakeResident(
+            op=effect.op, group=group, epoch=effect.epoch, job=effect.job, need_bytes=effect.need
+        )
+    )
+
+
+def node_status(node: NodeId, attached: bool, known: ev.NodeFacts) -> pb.NodeStatus:
+    contexts = [
+        pb.Context(
+            job=context.job,
+            state=_WIRE_STATE[context.state],
+            bytes=context.bytes,
+            pids=context.pids,
+            reason=context.reason,
+            incarnation=context.incarnation,
+        )
+        for context in known.contexts
+    ]
+    return pb.NodeStatus(
+        node=node,
+        attached=attached,
+        contexts=contexts,
+        device_budget_bytes=known.device_budget,
+        device_used_bytes=known.device_used,
+        host_budget_bytes=known.host_budget,
+        host_used_bytes=known.host_used,
+        accelerator=known.accelerator,
+    )
+
+
+def epoch(number: int) -> Epoch:
+    """Raises ``ValueError``: epochs count from 1."""
+    if number < 0:
+        raise ValueError(f"{number} is not an epoch")
+    return Epoch(number)

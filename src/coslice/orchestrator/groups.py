@@ -1,0 +1,167 @@
+"""The groups of this orchestrator: one lock, one driver and one place in the store for each.
+
+Opens them from the store or afresh, hands each driver its events, and keeps what only this process remembers:
+the last decisions with their reasons. Called by the session and agent handlers; knows no stream.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core import group as core
+from coslice.core.group_state import Group, occupant
+from coslice.core.ids import GroupId, NodeId
+from coslice.core.outcome import Step
+from coslice.core.policy import policy_named
+from coslice.orchestrator import convert, views
+from coslice.orchestrator.config import GroupConfig, OrchestratorConfig, rules
+from coslice.runtime.clock import Clock
+from coslice.runtime.driver import Driver
+from coslice.runtime.journal import Journal
+from coslice.runtime.supervisor import Supervisor
+from coslice.store import Store
+from coslice.store.codec import Codec
+from coslice.store.slot import Slot
+from coslice.wire.v1 import coslice_pb2 as pb
+
+REMEMBERED = 200
+KEY = "group/"
+CODEC = Codec(Group, kind="group")
+
+Perform = Callable[[GroupId, fx.GroupEffect], None]
+
+
+class Decision(Struct, frozen=True):
+    """One event of a group and the reasons of what followed."""
+
+    at: float
+    event: ev.GroupEvent
+    reasons: tuple[fx.Reason, ...]
+
+
+class GroupLock:
+    """A group that is open: the only way to its driver."""
+
+    def __init__(self, config: GroupConfig, driver: "Driver[Group, ev.GroupEvent, fx.GroupEffect]") -> None:
+        self.id, self.config, self._driver = GroupId(config.id), config, driver
+        self.order = (config.rank, config.id)
+        """Place in the global order of groups."""
+        self.decisions: deque[Decision] = deque(maxlen=REMEMBERED)
+        self.post, self.tell, self.run = driver.post, driver.tell, driver.run
+
+    @property
+    def state(self) -> Group:
+        return self._driver.state
+
+
+class Groups:
+    """Iterates in the global order."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        *,
+        store: Store,
+        journal: Journal,
+        clock: Clock,
+        supervisor: Supervisor,
+        changed: Callable[[GroupId], None],
+    ) -> None:
+        self._config, self._store, self._journal = config, store, journal
+        self._clock, self._supervisor, self._changed = clock, supervisor, changed
+        self._configured = {group.id: group for group in config.groups}
+        self._locks: dict[str, GroupLock] = {}
+        self._perform: Perform = lambda group, effect: None
+
+    def __iter__(self) -> Iterator[GroupLock]:
+        return iter(self._locks.values())
+
+    def get(self, name: str) -> GroupLock | None:
+        return self._locks.get(name)
+
+    def unknown(self, request: str, name: str) -> pb.ServerMessage:
+        """The refusal of a group that is not there."""
+        known = ", ".join(self._locks)
+        text = (
+            f"there is no group {name!r} here; known: {known}"
+            if known
+            else (
+                f"there is no group {name!r} here, nor any other: start an agent that offers it, or configure it"
+            )
+        )
+        return convert.refused(request, pb.UNKNOWN_GROUP, text, group=name[:63], known_groups=known)
+
+    def start(self, saved: Mapping[str, tuple[bytes, int]], perform: Perform) -> None:
+        """Open every configured group and every saved one, each with the effects a restart says again."""
+        self._perform = perform
+        for key, found in saved.items():
+            if key.startswith(KEY):
+                self._open(self._config_of(key.removeprefix(KEY)), found)
+        for config in self._config.groups:
+            if config.id not in self._locks:
+                self._open(config, None)
+
+    def accepts(self, name: str, node: NodeId) -> bool:
+        """May this node serve that group? Nodes named in the configuration are the only ones."""
+        config = self._configured.get(name)
+        if config is None:
+            return name in self._locks or self._config.open_groups
+        return config.nodes is None or node in config.nodes
+
+    def open(self, name: str) -> GroupLock:
+        """The group, opened now if an agent's offer is the first that is heard of it."""
+        return self._locks.get(name) or self._open(self._config_of(name), None)
+
+    def _config_of(self, name: str) -> GroupConfig:
+        return self._configured.get(name) or GroupConfig(id=name, policy=self._config.default_policy)
+
+    def _open(self, config: GroupConfig, found: tuple[bytes, int] | None) -> GroupLock:
+        now, policy = self._clock.now(), policy_named(config.policy)
+        slot = Slot(self._store, KEY + config.id, CODEC, found)
+        nodes = tuple(NodeId(node) for node in config.nodes or ())
+        saved = slot.state()
+        if saved is None:
+            state = core.new_group(GroupId(config.id), nodes=nodes, rules=rules(self._config), now=now)
+        else:
+            state = core.restarted(replace(saved, rules=rules(self._config)), now)
+        driver: Driver[Group, ev.GroupEvent, fx.GroupEffect] = Driver(
+            name=config.id,
+            state=state,
+            step=functools.partial(core.step, policy=policy),
+            next_deadline=core.next_deadline,
+            deadline_passed=lambda at: ev.DeadlinePassed(at=at),
+            clock=self._clock,
+            save=slot.save,
+            perform=functools.partial(self._perform, GroupId(config.id)),
+            record=functools.partial(self._record, config.id),
+            changed=lambda state: self._changed(state.id),
+            on_stall=core.restarted,
+            stall_limit=max(1.0, self._config.session_grace / 2),
+        )
+        if saved is not None:
+            driver.start_with(core.resume(state))
+            if config.nodes is not None and nodes != state.nodes:
+                driver.tell(ev.NodesChanged(at=now, nodes=nodes))
+        lock = self._locks[config.id] = GroupLock(config, driver)
+        self._locks = {one.config.id: one for one in sorted(self._locks.values(), key=lambda one: one.order)}
+        self._supervisor.start(f"group {config.id}", lock.run())
+        return lock
+
+    def _record(self, name: str, at: float, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
+        if step.reasons:
+            self._locks[name].decisions.append(Decision(at=at, event=event, reasons=step.reasons))
+        self._journal.record(name, at, event, step, _summary(step.state))
+
+
+def _summary(group: Group) -> dict[str, object]:
+    return {
+        "occupancy": views.occupancy_name(group),
+        "job": occupant(group) or "",
+        "epoch": group.epoch,
+        "waiting": [waiter.job for waiter in group.waiters],
+    }

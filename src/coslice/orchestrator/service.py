@@ -1,0 +1,224 @@
+"""The gRPC face: one handler per rpc, each turning a stream into calls of sessions, verbs, agents and groups.
+
+Every stream has one writer (its handler, draining an outbox) and one reader (a task). Whichever ends first ends
+the other. Decides nothing beyond how long a hello may take.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from coslice.core.ids import Epoch, GroupId
+from coslice.orchestrator import convert, views
+from coslice.orchestrator import sessions as people
+from coslice.orchestrator.agents import Agents, Link
+from coslice.orchestrator.explain import LINES, explain
+from coslice.orchestrator.groups import Groups
+from coslice.orchestrator.outbox import End, Outbox
+from coslice.orchestrator.verbs import Verbs
+from coslice.orchestrator.watch import Watchers
+from coslice.runtime.clock import Clock
+from coslice.wire.status import grpc_status
+from coslice.wire.v1 import coslice_pb2 as pb
+from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+In = TypeVar("In")
+Out = TypeVar("Out")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class OrchestratorService(pb_grpc.OrchestratorServicer):
+    def __init__(
+        self,
+        *,
+        instance: str,
+        groups: Groups,
+        sessions: people.Sessions,
+        verbs: Verbs,
+        agents: Agents,
+        watchers: Watchers,
+        clock: Clock,
+        hello_timeout: float,
+        session_grace: float,
+    ) -> None:
+        self._instance, self._groups, self._sessions, self._verbs = instance, groups, sessions, verbs
+        self._agents, self._watchers, self._clock = agents, watchers, clock
+        self._hello_timeout, self._session_grace = hello_timeout, session_grace
+        self._end: End | None = None
+
+    def stop(self, end: End) -> None:
+        """End every stream with ``end`` and refuse new ones the same way."""
+        self._end = end
+        self._sessions.stop(end)
+        self._agents.stop(end)
+        self._watchers.stop()
+
+    # ── sessions ───────────────────────────────────────────────────────────
+
+    # Streams are written with context.write: a generator would miss the cancellation that meets it at a yield.
+    async def Session(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.ClientMessage], context: Context
+    ) -> None:
+        await self._refuse_while_stopping(context)
+        outbox: Outbox[pb.ServerMessage] = Outbox()
+        who = await self._hello(request_iterator, outbox)
+        if who is None:
+            await _drain(outbox, context)
+            return
+        session = self._sessions.admit(who, outbox)
+        try:
+            held = await self._sessions.resume(session)
+            outbox.put_first(self._welcome(held))
+            await _serve(outbox, context, self._hear_client(session, outbox, request_iterator))
+        finally:
+            self._sessions.lost(session, outbox)
+
+    async def _hello(
+        self, messages: AsyncIterator[pb.ClientMessage], outbox: Outbox[pb.ServerMessage]
+    ) -> convert.Identity | None:
+        """Who speaks; None once the reason of a refusal is in the outbox."""
+        first = await _first(messages, self._hello_timeout)
+        try:
+            if first is None or not first.HasField("hello"):
+                raise ValueError(f"a session begins with a hello, within {self._hello_timeout:g} s")
+            who = convert.identity(first.hello)
+        except ValueError as error:
+            refusal = convert.refused("", pb.INVALID, str(error))
+        else:
+            problem = self._sessions.refusal(who)
+            if problem is None:
+                return who
+            refusal = problem
+        outbox.put(refusal)
+        outbox.close(End())
+        return None
+
+    def _welcome(self, held: dict[GroupId, Epoch]) -> pb.ServerMessage:
+        leases = [pb.LeaseRef(group=group, epoch=epoch) for group, epoch in held.items()]
+        return pb.ServerMessage(
+            welcome=pb.Welcome(orchestrator=self._instance, session_grace_s=self._session_grace, held=leases)
+        )
+
+    async def _hear_client(
+        self,
+        session: people.Session,
+        outbox: Outbox[pb.ServerMessage],
+        messages: AsyncIterator[pb.ClientMessage],
+    ) -> None:
+        async for message in messages:
+            if message.HasField("goodbye"):
+                self._sessions.closed(session, outbox)
+                return
+            await self._verbs.handle(session, message)
+
+    # ── agents ─────────────────────────────────────────────────────────────
+
+    async def Attach(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.AgentMessage], context: Context
+    ) -> None:
+        await self._refuse_while_stopping(context)
+        first = await _first(request_iterator, self._hello_timeout)
+        try:
+            if first is None or not first.HasField("hello"):
+                raise ValueError(f"an agent begins with a hello, within {self._hello_timeout:g} s")
+            refusal = self._agents.refusal(first.hello)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if refusal is not None:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, refusal)
+        link = self._agents.admit(first.hello, context.peer())
+        try:
+            await self._agents.join(link, first.hello)
+            await _serve(link.outbox, context, self._hear_agent(link, request_iterator))
+        finally:
+            self._agents.detached(link)
+
+    async def _hear_agent(self, link: Link, messages: AsyncIterator[pb.AgentMessage]) -> None:
+        async for message in messages:
+            self._agents.report(link, message)
+
+    # ── questions ──────────────────────────────────────────────────────────
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        await self._check_group(request.group, context)
+        return self._status(request.group)
+
+    async def WatchStatus(
+        self, request: pb.GetStatusRequest, context: Context
+    ) -> AsyncIterator[pb.GetStatusResponse]:
+        await self._check_group(request.group, context)
+        async for _ in self._watchers.follow(request.group):
+            yield self._status(request.group)
+        await self._refuse_while_stopping(context)
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
+        await self._check_group(request.group, context)
+        lock = self._groups.get(request.group)
+        if lock is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "explain one group: name it")
+        lines = explain(lock, now=self._clock.now(), job=request.job, last=request.last or LINES)
+        return pb.ExplainResponse(lines=lines)
+
+    def _status(self, group: str) -> pb.GetStatusResponse:
+        now = self._clock.now()
+        locks = [lock for lock in self._groups if group in ("", lock.id)]
+        return pb.GetStatusResponse(
+            orchestrator=self._instance,
+            now=now,
+            groups=[views.status(lock.state, policy=lock.config.policy, now=now) for lock in locks],
+        )
+
+    async def _check_group(self, group: str, context: Context) -> None:
+        if group and self._groups.get(group) is None:
+            refusal = self._groups.unknown("", group).refused
+            known = (
+                ("coslice-known-groups", refusal.data["known_groups"].encode("ascii", "replace").decode()),
+            )
+            await context.abort(grpc_status(refusal.code), refusal.message, trailing_metadata=known)
+
+    async def _refuse_while_stopping(self, context: Context) -> None:
+        if self._end is not None:
+            await context.abort(self._end.status, self._end.message)
+
+
+async def _first(messages: AsyncIterator[In], timeout: float) -> In | None:
+    """The first message of a stream; None if it does not come."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await anext(messages, None)
+    except TimeoutError:
+        return None
+
+
+async def _serve(outbox: Outbox[Out], context: Context, hearing: Coroutine[None, None, None]) -> None:
+    """Write what is in the outbox and hear what comes, until either side ends."""
+    reader = asyncio.create_task(hearing)
+    reader.add_done_callback(lambda _: outbox.close(End()))
+    try:
+        await _drain(outbox, context)
+    finally:
+        reader.cancel()
+        _report(reader)
+
+
+async def _drain(outbox: Outbox[Out], context: Context) -> None:
+    async for message in outbox:
+        await context.write(message)
+    if outbox.end.status is not grpc.StatusCode.OK:
+        await context.abort(outbox.end.status, outbox.end.message)
+
+
+def _report(reader: "asyncio.Task[None]") -> None:
+    """An error of ours in a reader must not vanish with its stream."""
+
+    def ended(task: "asyncio.Task[None]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, grpc.aio.AioRpcError | grpc.aio.UsageError):
+            log.error("a stream ended by an error of the orchestrator: %s", error, exc_info=error)
+
+    reader.add_done_callback(ended)

@@ -1,0 +1,191 @@
+"""What one client says on its session: acquire, confirm, yield, abandon, note.
+
+Each verb becomes events of the groups it names; the answers come back as effects (sessions.py). Messages of one
+session are handled one after another, so an abandon cannot overtake its acquire. A request for several groups
+is the only thing that waits here: it takes them in the global order, one after another, in a task of its own.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from coslice.core import events as ev
+from coslice.core.ids import Epoch, GroupId, RequestId
+from coslice.core.outcome import Rejected
+from coslice.orchestrator import convert, views
+from coslice.orchestrator.groups import GroupLock, Groups
+from coslice.orchestrator.sessions import Asked, GivenUp, Session
+from coslice.runtime.clock import Clock
+from coslice.wire.v1 import coslice_pb2 as pb
+
+NoteSink = Callable[[Session, pb.Note], None]
+
+
+class Verbs:
+    def __init__(self, *, groups: Groups, clock: Clock, note: NoteSink) -> None:
+        self._groups, self._clock, self._note = groups, clock, note
+
+    async def handle(self, session: Session, message: pb.ClientMessage) -> None:
+        """Apply one message. Malformed content is refused by its request id; nothing is raised for it."""
+        kind = message.WhichOneof("kind")
+        request = ""
+        try:
+            if kind == "acquire":
+                request = message.acquire.request
+                await self._acquire(session, message.acquire)
+            elif kind == "confirm":
+                self._confirm(session, RequestId(message.confirm.request))
+            elif kind == "yield":
+                request = getattr(message, "yield").request
+                await self._yield(session, getattr(message, "yield"))
+            elif kind == "abandon":
+                self._abandon(session, RequestId(message.abandon.request), message.abandon.reason)
+            elif kind == "note":
+                self._note(session, message.note)
+            else:
+                session.send(convert.refused("", pb.INVALID, f"a session that runs cannot take {kind!r}"))
+        except ValueError as error:
+            session.send(convert.refused(request, pb.INVALID, str(error)))
+
+    # ── acquire ────────────────────────────────────────────────────────────
+
+    async def _acquire(self, session: Session, message: pb.Acquire) -> None:
+        request = RequestId(convert.token("request", message.request))
+        locks = self._known(session, request, message.groups)
+        if not locks or self._out_of_order(session, request, locks):
+            return
+        asked = session.asked.setdefault(request, Asked(request, locks))
+        if asked.locks != locks:
+            raise ValueError(f"request {request} was made for other groups: use a fresh request id")
+        session.locks.update((lock.id, lock) for lock in locks)
+        if len(locks) > 1:
+            self._acquire_several(session, asked, message)
+            return
+        try:
+            await locks[0].post(convert.acquire_event(session.who, message, at=self._clock.now(), more=False))
+        except Rejected as error:
+            session.asked.pop(request, None)
+            session.send(convert.rejection(request, error))
+
+    def _known(self, session: Session, request: str, names: Sequence[str]) -> tuple[GroupLock, ...]:
+        """The groups named, in the global order; () once the request is refused."""
+        if not names:
+            raise ValueError("the request names no group: name at least one")
+        found = {lock.id: lock for name in names if (lock := self._groups.get(name)) is not None}
+        for name in names:
+            if name not in found:
+                session.send(self._groups.unknown(request, name))
+                return ()
+        return tuple(sorted(found.values(), key=lambda lock: lock.order))
+
+    def _out_of_order(self, session: Session, request: RequestId, locks: Sequence[GroupLock]) -> bool:
+        """Refuse what could deadlock: a group before one that this session holds already."""
+        wanted = {lock.id for lock in locks}
+        for held in session.locks.values():
+            if held.id in wanted or views.lease_of(held.state, session.who.session) is None:
+                continue
+            early = next((lock for lock in locks if lock.order < held.order), None)
+            if early is not None:
+                text = (
+                    f"{early.id} comes before {held.id}, which this session holds: yield {held.id} first, "
+                    f"or ask for both in one request"
+                )
+                facts = {"group": early.id, "held": held.id}
+                session.send(convert.refused(request, pb.LOCK_ORDER, text, **facts))
+                return True
+        return False
+
+    def _acquire_several(self, session: Session, asked: Asked, message: pb.Acquire) -> None:
+        if asked.answer is not None:  # the answer was lost with the stream: say it again
+            session.send(asked.answer)
+        elif asked.task is None:
+            event = convert.acquire_event(session.who, message, at=self._clock.now(), more=True)
+            asked.task = asyncio.create_task(self._take_in_order(session, asked, event), name=asked.request)
+
+    async def _take_in_order(self, session: Session, asked: Asked, event: ev.AcquireRequested) -> None:
+        done = False
+        try:
+            for lock in asked.locks:
+                asked.next = asyncio.get_running_loop().create_future()
+                await lock.post(replace(event, at=self._clock.now()))
+                asked.taken.append(await asked.next)
+            asked.next = None
+            now = self._clock.now()
+            completed = ev.AcquireCompleted(at=now, request=asked.request)
+            await asyncio.gather(*(lock.post(completed) for lock in asked.locks))
+            asked.answer = convert.granted(asked.request, asked.taken)
+            session.send(asked.answer)
+            done = True
+        except Rejected as error:
+            session.send(convert.rejection(asked.request, error))
+        except GivenUp as end:
+            session.send(end.answer)
+        finally:
+            if not done:
+                if session.asked.get(asked.request) is asked:
+                    session.asked.pop(asked.request)
+                self._give_back(asked.request, asked.locks, "the request for several groups ended early")
+
+    def _give_back(self, request: RequestId, locks: Sequence[GroupLock], reason: str) -> None:
+        for lock in reversed(locks):
+            lock.tell(ev.AcquireAbandoned(at=self._clock.now(), request=request, reason=reason))
+
+    # ── confirm, abandon ───────────────────────────────────────────────────
+
+    def _confirm(self, session: Session, request: RequestId) -> None:
+        asked = session.asked.pop(request, None)
+        for lock in asked.locks if asked is not None else tuple(session.locks.values()):
+            lock.tell(ev.GrantConfirmed(at=self._clock.now(), request=request))
+
+    def _abandon(self, session: Session, request: RequestId, reason: str) -> None:
+        asked = session.asked.pop(request, None)
+        if asked is not None and asked.task is not None and asked.task.cancel():
+            return  # it gives back what it took
+        locks = asked.locks if asked is not None else tuple(session.locks.values())
+        self._give_back(request, locks, reason[:200] or "abandoned by the client")
+
+    # ── yield ──────────────────────────────────────────────────────────────
+
+    async def _yield(self, session: Session, message: pb.Yield) -> None:
+        """Give up every lease named, the last in the global order first; one that fails stops no other."""
+        if not message.leases:
+            raise ValueError("the yield names no lease: name the group and epoch of each")
+        leases: list[tuple[GroupLock, Epoch]] = []
+        for ref in message.leases:
+            lock = self._groups.get(ref.group)
+            if lock is None:
+                session.send(self._groups.unknown(message.request, ref.group))
+                return
+            leases.append((lock, convert.epoch(ref.epoch)))
+        leases.sort(key=lambda lease: lease[0].order, reverse=True)
+        problem: Rejected | None = None
+        for lock, epoch in leases:
+            problem = await self._yield_one(session, lock, epoch) or problem
+        if problem is not None:
+            session.send(convert.rejection(message.request, problem))
+            return
+        session.send(
+            pb.ServerMessage(
+                yielded=pb.Yielded(
+                    request=message.request,
+                    snapshot_deferred=all(views.stays(lock.state, session.who.job) for lock, _ in leases),
+                    waiting=sum(views.waiting(lock.state) for lock, _ in leases),
+                )
+            )
+        )
+
+    async def _yield_one(self, session: Session, lock: GroupLock, epoch: Epoch) -> Rejected | None:
+        repeated = (lock.id, epoch) in session.yielding
+        session.remember_yield(lock.id, epoch)
+        event = ev.LeaseYielded(
+            at=self._clock.now(), job=session.who.job, session=session.who.session, epoch=epoch
+        )
+        try:
+            await lock.post(event)
+        except Rejected as error:
+            if not repeated:
+                session.yielding.pop((lock.id, epoch), None)
+                return error
+        session.forget_lease(GroupId(lock.id), epoch)
+        return None

@@ -1,0 +1,124 @@
+"""Questions about a group's state that only the edge asks: what a reply or a status page shows. Pure."""
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from coslice.core.group_state import (
+    Empty,
+    Group,
+    Held,
+    NodeView,
+    Resident,
+    Swapping,
+    active,
+    blockers,
+    has_live_ask,
+    is_lost,
+    occupant,
+)
+from coslice.core.ids import Epoch, JobId, SessionId
+from coslice.core.policy import Waiter
+from coslice.orchestrator import convert
+from coslice.wire.v1 import coslice_pb2 as pb
+
+
+def lease_of(group: Group, session: SessionId) -> Epoch | None:
+    """The epoch of the lease that this session shares, if it does."""
+    held = group.occupancy
+    if isinstance(held, Held) and any(holder.session == session for holder in active(held)):
+        return held.epoch
+    return None
+
+
+def knows(group: Group, session: SessionId) -> bool:
+    return is_lost(group, session) or any(session in record.sessions for record in group.jobs)
+
+
+def waiting(group: Group) -> int:
+    return len(group.waiters)
+
+
+def stays(group: Group, job: JobId) -> bool:
+    """The lock is free and the job's state was left where it is."""
+    return not group.waiters and isinstance(group.occupancy, Resident) and group.occupancy.job == job
+
+
+def occupancy_name(group: Group) -> str:
+    match group.occupancy:
+        case Empty():
+            return "empty"
+        case Resident():
+            return "resident"
+        case Held():
+            return "held"
+        case Swapping():
+            return "swapping"
+        case _:
+            assert_never(group.occupancy)
+
+
+def status(group: Group, *, policy: str, now: float) -> pb.GroupStatus:
+    return pb.GroupStatus(
+        group=group.id,
+        state=occupancy_name(group),
+        job=occupant(group) or "",
+        epoch=group.epoch,
+        since=group.since,
+        waiters=list(_waiters(group, now)),
+        nodes=[_node(view) for view in group.views],
+        jobs=[
+            pb.JobStatus(
+                job=record.job,
+                incarnation=record.incarnation,
+                sessions=len(record.sessions),
+                fault=record.fault.reason if record.fault is not None else "",
+            )
+            for record in group.jobs
+        ],
+        policy=policy,
+        swaps=group.swaps,
+        bytes_moved=group.bytes_moved,
+        held_s=group.held_s,
+    )
+
+
+def _waiters(group: Group, now: float) -> Iterator[pb.WaiterStatus]:
+    swap = group.occupancy
+    if isinstance(swap, Swapping) and swap.waiter is not None:
+        nodes = ", ".join(swap.pending)
+        yield _waiter(swap.waiter, f"its turn: state is on its way in on {nodes}", now)
+    for waiter in group.waiters:
+        yield _waiter(waiter, _why(group, waiter), now)
+
+
+def _waiter(waiter: Waiter, reason: str, now: float) -> pb.WaiterStatus:
+    request = waiter.asks[0].request if waiter.asks else ""
+    return pb.WaiterStatus(
+        job=waiter.job, waited_s=max(0.0, now - waiter.since), reason=reason, request=request
+    )
+
+
+def _why(group: Group, waiter: Waiter) -> str:
+    if not has_live_ask(group, waiter):
+        return "passed over: its client's stream is lost"
+    stuck = blockers(group, waiter.job)
+    if stuck:
+        first = stuck[0]
+        return (
+            f"blocked by {first.job or 'a stray process'} (pid {first.pid}) on {first.node}: {first.reason}"
+        )
+    away = [view.node for view in group.views if not view.attached]
+    missing = f"; {', '.join(away)} is not attached" if away else ""
+    match group.occupancy:
+        case Held(job=job, epoch=epoch):
+            return f"{job} holds the lock under epoch {epoch}{missing}"
+        case Swapping(incoming=job):
+            return f"{job} is being swapped in{missing}"
+        case Empty() | Resident():
+            return f"the lock is free{missing}"
+        case _:
+            assert_never(group.occupancy)
+
+
+def _node(view: NodeView) -> pb.NodeStatus:
+    return convert.node_status(view.node, view.attached, view.facts)

@@ -1,0 +1,38 @@
+"""Tells those who watch the status that something changed. Many changes at once are told once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from coslice.core.ids import GroupId
+
+PAUSE = 0.1
+"""Seconds between two messages to one watcher, at least."""
+
+
+class Watchers:
+    def __init__(self) -> None:
+        self._changes: dict[asyncio.Event, str] = {}
+        self._stopping = False
+
+    def changed(self, group: GroupId) -> None:
+        for event, watched in self._changes.items():
+            if watched in ("", group):
+                event.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        for event in self._changes:
+            event.set()
+
+    async def follow(self, group: str) -> AsyncIterator[None]:
+        """Yields at once, and again after changes of ``group`` (empty: of any), until stopped."""
+        event = asyncio.Event()
+        self._changes[event] = group
+        try:
+            while not self._stopping:
+                event.clear()
+                yield
+                await event.wait()
+                await asyncio.sleep(PAUSE)  # what else changes meanwhile goes into the same message
+        finally:
+            del self._changes[event]
