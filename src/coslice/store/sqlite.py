@@ -62,8 +62,12 @@ class SqliteStore:
     unknown.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, max_pages: int | None = None) -> None:
+        """``max_pages``: the file may not outgrow so many pages of 4 KiB; saves then fail as on a full disk."""
         self.path = Path(path)
+        self.max_pages = max_pages
+        self.commits = 0
+        """Transactions so far; each may have saved many values."""
         self._queue: _Queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ready = False
@@ -76,7 +80,7 @@ class SqliteStore:
         request = _Load(loop.create_future())
         self._queue.put(request)
         if self._thread is None:
-            writer = _Writer(self.path, self._queue, loop)
+            writer = _Writer(self, self._queue, loop)
             self._thread = threading.Thread(target=writer.run, name=f"store {self.path.name}", daemon=True)
             self._thread.start()
         try:
@@ -143,8 +147,8 @@ class _Answers:
 class _Writer:
     """All that happens in the store's thread. Only this thread touches the connection."""
 
-    def __init__(self, path: Path, requests: _Queue, loop: asyncio.AbstractEventLoop) -> None:
-        self._path, self._requests = path, requests
+    def __init__(self, store: SqliteStore, requests: _Queue, loop: asyncio.AbstractEventLoop) -> None:
+        self._store, self._path, self._requests = store, store.path, requests
         self._answers = _Answers(loop)
         self._versions: dict[str, int] = {}
         self._last = 0
@@ -155,9 +159,7 @@ class _Writer:
         try:
             owner.take()
             try:
-                with contextlib.closing(open_file(self._path)) as self._db:
-                    self._versions = dict(self._db.execute("SELECT key, version FROM state"))
-                    self._last = max(self._versions.values(), default=0)
+                with contextlib.closing(open_file(self._path, self._store.max_pages)) as self._db:
                     closing = self._serve()
             finally:
                 owner.give_up()
@@ -200,7 +202,9 @@ class _Writer:
         except sqlite3.Error as error:
             self._answers.give(request, self._failure(error))
         else:
-            self._answers.give(request, {key: (bytes(value), version) for key, value, version in rows})
+            self._versions = {key: version for key, _, version in rows}
+            self._last = max((self._last, *self._versions.values()))
+            self._answers.give(request, {key: (value, version) for key, value, version in rows})
 
     def _commit(self, writes: Sequence[_Write]) -> None:
         """One transaction for all of them. One writer's conflict is his own: the others are saved."""
@@ -224,6 +228,7 @@ class _Writer:
         except Exception as error:
             self._broken = self._failure(error)
         if self._broken is None:
+            self._store.commits += 1
             for key, (_, version) in after.items():
                 self._versions[key] = version
         for write, result in results:

@@ -19,7 +19,7 @@ COMMIT;
 """
 
 
-def open_file(path: Path) -> sqlite3.Connection:
+def open_file(path: Path, max_pages: int | None = None) -> sqlite3.Connection:
     """The caller owns the path already (``Ownership``). Raises ``ConfigError`` saying what is wrong with
     the file."""
     try:
@@ -33,6 +33,8 @@ def open_file(path: Path) -> sqlite3.Connection:
         raise ConfigError(f"cannot open the store {path}: {error}") from error
     try:
         _prepare(path, db)
+        if max_pages is not None:
+            db.execute(f"PRAGMA max_page_count = {max_pages:d}")
     except sqlite3.Error as error:
         db.close()
         raise _explained(path, error) from error
