@@ -231,6 +231,8 @@ class SnapshotSucceeded(_Event, frozen=True, kw_only=True):
     residual: int
     """What the parked processes leave on the device, in bytes."""
     seconds: float
+    attempt: int = 0
+    """Which attempt this answers; 0: the one that runs."""
 
 
 class SnapshotFailed(_Event, frozen=True, kw_only=True):
@@ -239,6 +241,10 @@ class SnapshotFailed(_Event, frozen=True, kw_only=True):
     reason: str
     busy: bool = False
     """The state was in use; nothing was touched."""
+    no_room: bool = False
+    """Host memory did not suffice; nothing was touched, and asking again will not help."""
+    attempt: int = 0
+    """Which attempt this answers; 0: the one that runs."""
 
 
 class RestoreSucceeded(_Event, frozen=True, kw_only=True):
@@ -246,6 +252,8 @@ class RestoreSucceeded(_Event, frozen=True, kw_only=True):
     op: OpId
     bytes: int
     seconds: float
+    attempt: int = 0
+    """Which attempt this answers; 0: the one that runs."""
 
 
 class RestoreFailed(_Event, frozen=True, kw_only=True):
@@ -254,11 +262,15 @@ class RestoreFailed(_Event, frozen=True, kw_only=True):
     reason: str
     lost: bool = False
     """The state cannot be brought back by trying again."""
+    attempt: int = 0
+    """Which attempt this answers; 0: the one that runs."""
 
 
 class JobKilled(_Event, frozen=True, kw_only=True):
     job: JobId
     reason: str
+    incarnation: Incarnation = Incarnation("")
+    """Which one was killed; empty: whichever is here."""
 
 
 NodeEvent = (

@@ -1,0 +1,296 @@
+"""What one node does for one group: hears commands, processes and measurements, and says what shall move.
+
+Called by the agent's driver (and by simulator and tests) with one event at a time. This module dispatches, and
+hears commands, time, measurements and the backend's answers; ``core.node_members`` hears processes come and
+go, ``core.node_swap`` takes the operation on, ``core.holdings`` has the structs. None of them knows who holds
+the lock, who waits, or how bytes are moved.
+
+    holdings = restarted(loaded, now=clock.now())
+    perform(resume(holdings))
+    taken = step(holdings, event)      # save taken.state, then perform taken.effects in order
+"""
+
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.effects import NodeEffect, ReasonCode
+from coslice.core.events import NodeEvent
+from coslice.core.holdings import (
+    MIB,
+    Context,
+    Effort,
+    Holdings,
+    Leaving,
+    Live,
+    Lost,
+    Member,
+    NodeRules,
+    Operation,
+    Returning,
+    Saved,
+    facts,
+    find,
+    in_transit,
+    mib,
+)
+from coslice.core.ids import MemberId
+from coslice.core.node_members import (
+    forget_old_losses,
+    on_forgotten,
+    on_gone,
+    on_killed,
+    on_registered,
+    on_resized,
+    settled,
+)
+from coslice.core.node_swap import (
+    NodeTurn,
+    advance,
+    asked,
+    count_eviction,
+    leaving_overdue,
+    restore_failed,
+    returning_overdue,
+    snapshot_failed,
+)
+from coslice.core.outcome import Rejected, Step
+
+__all__ = [
+    "Context",
+    "Holdings",
+    "Member",
+    "NodeRules",
+    "facts",
+    "find",
+    "mib",
+    "next_deadline",
+    "restarted",
+    "resume",
+    "step",
+]
+
+
+def step(holdings: Holdings, event: NodeEvent) -> Step[Holdings, NodeEffect]:
+    """Apply one event. A stale command or a second incarnation is ``Rejected``, and nothing changed."""
+    turn = NodeTurn(holdings, event.at)
+    _hear(turn, event)
+    advance(turn)
+    forget_old_losses(turn)
+    effects = tuple(turn.effects)
+    if facts(turn.holdings) != facts(holdings):
+        turn.set(version=holdings.version + 1)
+        effects = (fx.PushFacts(), *effects)  # first, so that a report is never ahead of what it reports
+    return Step(turn.holdings, effects, tuple(turn.reasons))
+
+
+def next_deadline(holdings: Holdings) -> float | None:
+    """When ``DeadlinePassed`` is due if nothing else happens first, in seconds on the driver's clock."""
+    moving = in_transit(holdings)
+    if moving is not None and isinstance(moving.place, Leaving | Returning):
+        return moving.place.until
+    return holdings.running.room_by if holdings.running is not None else None
+
+
+def restarted(holdings: Holdings, now: float) -> Holdings:
+    """The stored holdings as a new agent process must see them: contexts kept, processes to be heard again.
+
+    The clock may have started anew, so everything that waits gets its full time again.
+    """
+    rules = holdings.rules
+    contexts = []
+    for context in holdings.contexts:
+        place = context.place
+        match place:
+            case Leaving(effort=Effort.KILLING):
+                place = replace(place, until=now + rules.kill_timeout)
+            case Leaving():
+                since = None if place.stuck_since is None else now
+                rest = (
+                    rules.stuck_grace
+                    if place.effort is Effort.PAUSING and not place.of
+                    else rules.snapshot_timeout
+                )
+                place = replace(place, until=now + rest, stuck_since=since)
+                place = replace(place, effort=Effort.TRYING) if place.of else place
+            case Returning():
+                place = replace(place, effort=Effort.TRYING, until=now + rules.restore_timeout)
+            case Live() | Saved() | Lost():
+                pass
+        members = tuple(replace(m, seen=False) for m in context.members)
+        contexts.append(replace(context, members=members, place=place))
+    running = holdings.running
+    if running is not None:
+        running = replace(
+            running, begun=now, room_by=now + rules.room_wait if running.room_by is not None else None
+        )
+    return replace(holdings, contexts=tuple(contexts), running=running)
+
+
+def resume(holdings: Holdings) -> tuple[NodeEffect, ...]:
+    """What may not have been carried out before a restart. Safe to repeat: the state names the operations."""
+    again: list[NodeEffect] = [] if holdings.finished is None else [holdings.finished]
+    for context in holdings.contexts:
+        if isinstance(context.place, Leaving) and context.place.effort is Effort.KILLING:
+            again.append(fx.KillJob(job=context.job, reason=context.place.reason))
+    return (*again, *asked(holdings))
+
+
+def _hear(turn: NodeTurn, event: NodeEvent) -> None:
+    match event:
+        case ev.MakeResidentCommanded():
+            _on_command(turn, event)
+        case ev.MemberRegistered():
+            on_registered(turn, event)
+        case ev.MemberResized():
+            on_resized(turn, event)
+        case ev.MemberGone():
+            on_gone(turn, event)
+        case ev.UsageMeasured():
+            _on_measured(turn, event)
+        case ev.SnapshotSucceeded():
+            _on_snapshot_succeeded(turn, event)
+        case ev.SnapshotFailed():
+            if (found := _leaving(turn, event)) is not None:
+                snapshot_failed(turn, *found, event.reason, busy=event.busy, no_room=event.no_room)
+        case ev.RestoreSucceeded():
+            _on_restore_succeeded(turn, event)
+        case ev.RestoreFailed():
+            if (back := _returning(turn, event)) is not None:
+                restore_failed(turn, *back, event.reason, lost=event.lost)
+        case ev.JobKilled():
+            on_killed(turn, event)
+        case ev.JobForgotten(job=job):
+            on_forgotten(turn, job)
+        case ev.DeadlinePassed():
+            _on_deadline(turn)
+        case _:
+            assert_never(event)
+
+
+# ── commands and time ──────────────────────────────────────────────────────
+
+
+def _on_command(turn: NodeTurn, event: ev.MakeResidentCommanded) -> None:
+    held = turn.holdings
+    if any(o is not None and o.op == event.op for o in (held.running, held.queued)):
+        turn.say(ReasonCode.REPEATED, f"{event.op} is on its way")
+    elif held.finished is not None and held.finished.op == event.op:
+        turn.effects.append(held.finished)
+        turn.say(ReasonCode.REPEATED, f"{event.op} is over; its report goes out again")
+    else:
+        _queue(turn, event)
+
+
+def _queue(turn: NodeTurn, event: ev.MakeResidentCommanded) -> None:
+    held = turn.holdings
+    if event.epoch <= held.epoch:
+        raise Rejected(
+            fx.RefuseCode.STALE_LEASE,
+            f"{event.op} is from epoch {event.epoch} and this node has seen {held.epoch}: "
+            "it comes from an older orchestrator, or was overtaken",
+            epoch=str(held.epoch),
+        )
+    if held.queued is not None:
+        turn.say(ReasonCode.STALE, f"{held.queued.op} is dropped before it began: {event.op} is newer")
+    op = Operation(op=event.op, epoch=event.epoch, job=event.job, need=event.need)
+    turn.set(epoch=event.epoch, queued=op)
+    if held.running is not None:
+        turn.say(ReasonCode.QUEUED, f"{event.op} waits for {held.running.op}")
+
+
+def _on_deadline(turn: NodeTurn) -> None:
+    moving = in_transit(turn.holdings)
+    if moving is None:
+        return  # a wait for room; ``advance`` looks at its end
+    match moving.place:
+        case Leaving() as place if turn.at >= place.until:
+            leaving_overdue(turn, moving, place)
+        case Returning() as back if turn.at >= back.until:
+            returning_overdue(turn, moving, back)
+        case _:
+            pass
+
+
+# ── measurements and answers of the backend ────────────────────────────────
+
+
+def _on_measured(turn: NodeTurn, event: ev.UsageMeasured) -> None:
+    context = find(turn.holdings, event.job)
+    if context is None:
+        return
+    place = context.place
+    if isinstance(place, Saved):
+        if _notable(place.residual, event.bytes):
+            turn.move(context, replace(place, residual=event.bytes))
+        return
+    use = event.bytes if _notable(context.use, event.bytes) else context.use
+    peak = max(context.peak, event.bytes) if isinstance(place, Live) else context.peak
+    if (use, peak) != (context.use, context.peak):
+        turn.put(replace(context, use=use, peak=peak))
+
+
+def _notable(old: int, new: int) -> bool:
+    """At least 1 MiB and 5 %: less is noise, and every change is stored and pushed."""
+    return abs(new - old) >= max(MIB, old * 5 // 100)
+
+
+def _leaving(
+    turn: NodeTurn, event: ev.SnapshotSucceeded | ev.SnapshotFailed
+) -> tuple[Context, Leaving] | None:
+    """The context that this answer is about, unless the answer is a duplicate or comes too late."""
+    context, op = find(turn.holdings, event.job), turn.holdings.running
+    if context is None or op is None or op.op != event.op or not isinstance(context.place, Leaving):
+        return None
+    if context.place.effort is not Effort.TRYING or event.attempt not in (0, context.place.attempt):
+        return None
+    return context, context.place
+
+
+def _returning(
+    turn: NodeTurn, event: ev.RestoreSucceeded | ev.RestoreFailed
+) -> tuple[Context, Returning] | None:
+    context, op = find(turn.holdings, event.job), turn.holdings.running
+    if context is None or op is None or op.op != event.op or not isinstance(context.place, Returning):
+        return None
+    if context.place.effort is not Effort.TRYING or event.attempt not in (0, context.place.attempt):
+        return None
+    return context, context.place
+
+
+def _marked(context: Context, of: tuple[MemberId, ...], *, parked: bool) -> tuple[Member, ...]:
+    return tuple(replace(m, parked=parked) if m.id in of else m for m in context.members)
+
+
+def _on_snapshot_succeeded(turn: NodeTurn, event: ev.SnapshotSucceeded) -> None:
+    found = _leaving(turn, event)
+    if found is None:
+        return
+    context, place = found
+    saved = Saved(bytes=event.bytes, residual=event.residual)
+    context = replace(context, members=_marked(context, place.of, parked=True), place=saved, use=0)
+    late = not all(m.parked for m in context.members)
+    turn.put(settled(context) if late else context)  # whoever joined meanwhile is still on the device
+    count_eviction(turn, context.job, event.bytes)
+    turn.say(
+        ReasonCode.EVICT,
+        f"{context.job} is in host memory: {mib(event.bytes)} in {event.seconds:.2f} s, "
+        f"{mib(event.residual)} stay on the device",
+    )
+
+
+def _on_restore_succeeded(turn: NodeTurn, event: ev.RestoreSucceeded) -> None:
+    found = _returning(turn, event)
+    op = turn.holdings.running
+    if found is None or op is None:
+        return
+    context, place = found
+    turn.put(
+        settled(
+            replace(context, members=_marked(context, place.of, parked=False), place=Live(), use=event.bytes)
+        )
+    )
+    turn.amend(restored=True, bytes_in=op.bytes_in + event.bytes)
+    turn.say(ReasonCode.RESTORE, f"{context.job} is back: {mib(event.bytes)} in {event.seconds:.2f} s")

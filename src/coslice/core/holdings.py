@@ -1,0 +1,304 @@
+"""What one node holds for one group: each job's context, the operation that runs, and the room that is left.
+
+Structs and arithmetic only. ``core.context`` changes them, the agent's shell reads them (``facts``,
+``find``), and the invariants judge by the same figures. Nothing here knows how bytes are moved.
+
+    Live ──evicted──▶ Leaving ──▶ Saved ──wanted──▶ Returning ──▶ Live
+                         └─ killed ─▶ Lost ◀─ not restorable ─┘
+
+A context is the whole job's on this node, however many processes it has: one of them in host memory and one
+on the device is ``Live(whole=False)``, which occupies the device and cannot be granted before a restore.
+"""
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Literal, assert_never
+
+from msgspec import Struct
+
+from coslice.core.effects import ReportDone, ReportFailed
+from coslice.core.events import ContextFact, ContextState, NodeFacts
+from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, MemberId, NodeId, OpId
+
+MIB = 1 << 20
+
+
+class NodeRules(Struct, frozen=True, kw_only=True):
+    """How patient a node is. Seconds, and numbers of attempts."""
+
+    retries: int = 3
+    """How often a failed snapshot or restore is tried again before it counts as failed."""
+    retry_pause: float = 0.5
+    """The first retry comes at once, the n-th after ``(n - 1) * retry_pause``."""
+    snapshot_timeout: float = 120.0
+    """A backstop: the backend has its own, shorter bound and normally answers."""
+    restore_timeout: float = 120.0
+    on_stuck: Literal["kill", "wait"] = "kill"
+    stuck_grace: float = 60.0
+    """How long a job that cannot be evicted is still asked before it is killed."""
+    stuck_pause: float = 5.0
+    """Between two attempts in that time."""
+    kill_timeout: float = 10.0
+    room_wait: float = 5.0
+    """How long a restore waits for what parked processes still have on the device to go."""
+
+
+class Member(Struct, frozen=True, kw_only=True):
+    """One process. ``seen`` is false after a restart of the agent until the process has registered again."""
+
+    id: MemberId
+    pid: int
+    start_time: int
+    bytes: int
+    need: int = 0
+    parked: bool = False
+    seen: bool = True
+
+
+class Effort(StrEnum):
+    TRYING = "trying"  # the backend was asked (or will be, once every process is back)
+    PAUSING = "pausing"  # before the next attempt
+    KILLING = "killing"  # the processes were killed; their exit is awaited
+
+
+class Live(Struct, frozen=True, tag=True):
+    whole: bool = True
+    """False: part of it may be in host memory, so it must be restored before it is granted."""
+    reason: str = ""
+
+
+class Leaving(Struct, frozen=True, kw_only=True, tag=True):
+    of: tuple[MemberId, ...]
+    """Whom this attempt moves; a process that registers meanwhile is not among them."""
+    attempt: int
+    effort: Effort
+    until: float
+    """When the effort is over: the attempt unanswered, the pause at its end, the kill without effect."""
+    stuck_since: float | None = None
+    touched: bool = False
+    """An attempt failed half-way: some of the state may have left already."""
+    reason: str = ""
+
+
+class Saved(Struct, frozen=True, kw_only=True, tag=True):
+    bytes: int
+    residual: int = 0
+    """What the parked processes leave on the device."""
+
+
+class Returning(Struct, frozen=True, kw_only=True, tag=True):
+    of: tuple[MemberId, ...]
+    attempt: int
+    effort: Effort
+    until: float
+    reason: str = ""
+
+
+class Lost(Struct, frozen=True, tag=True):
+    reason: str
+
+
+Place = Live | Leaving | Saved | Returning | Lost
+
+
+class Context(Struct, frozen=True, kw_only=True):
+    """One job on this node."""
+
+    job: JobId
+    incarnation: Incarnation
+    members: tuple[Member, ...]
+    place: Place
+    need: int = 0
+    """Declared device memory of the whole job on this node; 0: not declared."""
+    peak: int = 0
+    """The most it was measured to use while live."""
+    use: int = 0
+    """As measured last; moves only by notable steps."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(m.bytes for m in self.members)
+
+    @property
+    def ready(self) -> bool:
+        """Every process can be talked to."""
+        return all(m.seen for m in self.members)
+
+
+class Operation(Struct, frozen=True, kw_only=True):
+    """Make ``job`` resident, as commanded under ``epoch``."""
+
+    op: OpId
+    epoch: Epoch
+    job: JobId
+    need: int = 0
+    begun: float = 0.0
+    restores: int = 0
+    """Attempts to restore so far."""
+    restored: bool = False
+    evicted: tuple[JobId, ...] = ()
+    bytes_in: int = 0
+    bytes_out: int = 0
+    room_by: float | None = None
+    """Set while it waits for room; then it gives up."""
+
+
+class Holdings(Struct, frozen=True, kw_only=True):
+    group: GroupId
+    node: NodeId
+    device_budget: int = 0
+    """Bytes; 0: unknown, so that no two jobs are ever on the device together."""
+    host_budget: int = 0
+    """Bytes; 0: not limited here."""
+    accelerator: str = "host"
+    rules: NodeRules = NodeRules()
+    epoch: Epoch = Epoch(0)
+    """The highest ever commanded."""
+    contexts: tuple[Context, ...] = ()
+    recent: tuple[JobId, ...] = ()
+    """Jobs in the order in which they were last made resident, the latest first."""
+    running: Operation | None = None
+    queued: Operation | None = None
+    finished: ReportDone | ReportFailed | None = None
+    """The last report, so that a repeated command is answered again."""
+    version: int = 0
+
+
+def mib(n: int) -> str:
+    """``n`` bytes for people."""
+    if 0 < n < MIB // 10:
+        return f"{n} bytes"
+    return f"{n / MIB:.0f} MiB" if n >= 10 * MIB or n % MIB == 0 else f"{n / MIB:.1f} MiB"
+
+
+def find(holdings: Holdings, job: JobId) -> Context | None:
+    return next((c for c in holdings.contexts if c.job == job), None)
+
+
+def in_transit(holdings: Holdings) -> Context | None:
+    return next((c for c in holdings.contexts if isinstance(c.place, Leaving | Returning)), None)
+
+
+def reserve(holdings: Holdings, context: Context) -> int:
+    """Device memory to keep for a job while it is live; 0: unknown.
+
+    Not what it uses at the moment: a live job can be granted without asking the agent, and then it grows to
+    its peak again. A measured peak above the budget counts as the budget, because there it ran.
+    """
+    peak = min(context.peak, holdings.device_budget) if holdings.device_budget else context.peak
+    return max(peak, context.need, context.bytes, max((m.need for m in context.members), default=0))
+
+
+def need_of(holdings: Holdings, job: JobId, declared: int) -> int:
+    """What a job that shall come in will take; 0: unknown."""
+    context = find(holdings, job)
+    known = 0 if context is None or isinstance(context.place, Lost) else reserve(holdings, context)
+    return max(declared, known)
+
+
+def occupies(context: Context) -> bool:
+    """Is the device not known to be free of it? A lost job still is there while its processes are."""
+    match context.place:
+        case Live() | Leaving() | Returning():
+            return True
+        case Lost():
+            return bool(context.members) and context.use > 0
+        case Saved():
+            return False
+        case _:
+            assert_never(context.place)
+
+
+def others(holdings: Holdings, job: JobId) -> list[Context]:
+    """Who else is on the device, least recently used first, in an order that only the state decides."""
+
+    def age(context: Context) -> tuple[int, JobId]:
+        known = context.job in holdings.recent
+        return (-holdings.recent.index(context.job) if known else -len(holdings.recent), context.job)
+
+    return sorted((c for c in holdings.contexts if c.job != job and occupies(c)), key=age)
+
+
+def taken(holdings: Holdings, context: Context) -> int:
+    """Device memory that an occupant must be thought to take; 0: unknown."""
+    return context.use if isinstance(context.place, Lost) else reserve(holdings, context)
+
+
+def residuals(holdings: Holdings, *, but: JobId) -> int:
+    return sum(c.place.residual for c in holdings.contexts if isinstance(c.place, Saved) and c.job != but)
+
+
+def fits_beside(holdings: Holdings, job: JobId, need: int, beside: Iterable[Context]) -> bool:
+    """Is there room for ``need`` bytes with those jobs left where they are? Unknown figures never fit."""
+    shares = [taken(holdings, c) for c in beside]
+    if not shares:
+        return need + residuals(holdings, but=job) <= holdings.device_budget or not (
+            holdings.device_budget and need
+        )
+    if not holdings.device_budget or not need or not all(shares):
+        return False
+    return need + sum(shares) + residuals(holdings, but=job) <= holdings.device_budget
+
+
+def fit_text(holdings: Holdings, need: int, beside: Iterable[Context]) -> str:
+    shares = [taken(holdings, c) for c in beside]
+    word = "both" if len(shares) == 1 else "all"
+    return f"{word} fit: {' + '.join(mib(n) for n in (*shares, need))} of {mib(holdings.device_budget)}"
+
+
+def facts(holdings: Holdings) -> NodeFacts:
+    """Our word on what is here. ``LIVE`` is said only of a job that may be granted without a command."""
+    return NodeFacts(
+        version=holdings.version,
+        contexts=tuple(_fact(holdings, c) for c in holdings.contexts),
+        device_budget=holdings.device_budget,
+        device_used=sum(c.use for c in holdings.contexts if not isinstance(c.place, Saved))
+        + sum(c.place.residual for c in holdings.contexts if isinstance(c.place, Saved)),
+        host_budget=holdings.host_budget,
+        host_used=saved_bytes(holdings),
+        accelerator=holdings.accelerator,
+    )
+
+
+def saved_bytes(holdings: Holdings) -> int:
+    return sum(c.place.bytes for c in holdings.contexts if isinstance(c.place, Saved))
+
+
+def _fact(holdings: Holdings, context: Context) -> ContextFact:
+    state, reason = _said(holdings, context)
+    return ContextFact(
+        job=context.job,
+        state=state,
+        bytes=context.bytes,
+        pids=tuple(m.pid for m in context.members),
+        incarnation=context.incarnation,
+        reason=reason,
+    )
+
+
+def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
+    match context.place:
+        case Live(whole=False, reason=reason):
+            return ContextState.LEAVING, reason
+        case Live():
+            beside = others(holdings, context.job)
+            need = reserve(holdings, context)
+            if not beside:
+                return ContextState.LIVE, ""
+            if fits_beside(holdings, context.job, need, beside):
+                return ContextState.LIVE, fit_text(holdings, need, beside)
+            names = ", ".join(c.job for c in beside)
+            return (
+                ContextState.LEAVING,
+                f"on the device beside {names}, without room for all: the next grant makes it",
+            )
+        case Leaving(reason=reason):
+            return ContextState.LEAVING, reason
+        case Saved():
+            return ContextState.SAVED, ""
+        case Returning(reason=reason):
+            return ContextState.RETURNING, reason
+        case Lost(reason=reason):
+            return ContextState.LOST, reason
+        case _:
+            assert_never(context.place)

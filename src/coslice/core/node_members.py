@@ -1,0 +1,165 @@
+"""Processes of a job come, come back and go; what that means for the state that they had.
+
+Called by ``core.context``. The rule behind all of it: a process says where its state is, and with the last
+process of a job its state is gone.
+"""
+
+from msgspec.structs import replace
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.effects import ReasonCode
+from coslice.core.holdings import Context, Effort, Leaving, Live, Lost, Member, Returning, Saved, find, mib
+from coslice.core.ids import JobId
+from coslice.core.node_swap import NodeTurn, asked, count_eviction, lose
+from coslice.core.outcome import Rejected
+
+LOST_KEPT = 32
+"""Reasons of that many lost jobs are remembered; the oldest go first."""
+
+
+def on_registered(turn: NodeTurn, event: ev.MemberRegistered) -> None:
+    member = Member(
+        id=event.member,
+        pid=event.pid,
+        start_time=event.start_time,
+        bytes=event.bytes,
+        need=event.need,
+        parked=event.parked,
+    )
+    where = "in host memory" if event.parked else "on the device"
+    what = f"with {mib(event.bytes)} {where}"
+    context = find(turn.holdings, event.job)
+    if context is None or _ends_with(turn, context, event):
+        turn.put(_begun(event, member))
+        turn.say(ReasonCode.REGISTERED, f"process {event.pid} of {event.job} comes {what}")
+        return
+    known = any(m.id == member.id for m in context.members)
+    members = tuple(member if m.id == member.id else m for m in context.members)
+    _change(turn, replace(context, members=members if known else (*members, member)))
+    verb = "is back" if known else "joins"
+    turn.say(ReasonCode.REGISTERED, f"process {event.pid} of {event.job} {verb} {what}")
+
+
+def _begun(event: ev.MemberRegistered, member: Member) -> Context:
+    return Context(
+        job=event.job,
+        incarnation=event.incarnation,
+        members=(member,),
+        place=Saved(bytes=member.bytes) if member.parked else Live(),
+        use=0 if member.parked else member.bytes,
+    )
+
+
+def _ends_with(turn: NodeTurn, context: Context, event: ev.MemberRegistered) -> bool:
+    """Does this registration replace what we have? Raises ``Rejected`` while another start of the job runs."""
+    if context.incarnation == event.incarnation:
+        return isinstance(context.place, Lost)
+    if seen := [m for m in context.members if m.seen]:
+        raise Rejected(
+            fx.RefuseCode.JOB_RUNNING,
+            f"process {event.pid} belongs to another start of {event.job}, which still runs as process "
+            f"{seen[0].pid}: wait for it to end, or give this run its own job name",
+            pid=str(seen[0].pid),
+        )
+    if not isinstance(context.place, Lost):
+        _end(turn, context, "a new incarnation took its place")
+    return True
+
+
+def settled(context: Context) -> Context:
+    """Where the state is follows from where the processes say theirs is, unless it is being moved."""
+    place = context.place
+    if not isinstance(place, Live | Saved):
+        return context
+    parked = [m.parked for m in context.members]
+    if all(parked):
+        residual = place.residual if isinstance(place, Saved) else 0
+        return replace(context, place=Saved(bytes=context.bytes, residual=residual), use=0)
+    if any(parked):
+        return replace(context, place=Live(whole=False, reason="some of its processes are in host memory"))
+    return context if isinstance(place, Live) else replace(context, place=Live(), use=context.bytes)
+
+
+def _change(turn: NodeTurn, context: Context) -> None:
+    """Store a context with other members. What waited for one that is back, or gone, now goes out."""
+    before = asked(turn.holdings)
+    turn.put(settled(context))
+    if not before:
+        turn.effects.extend(asked(turn.holdings))
+
+
+def on_resized(turn: NodeTurn, event: ev.MemberResized) -> None:
+    context = find(turn.holdings, event.job)
+    if context is not None:
+        members = tuple(
+            replace(m, bytes=event.bytes, need=event.need or m.need) if m.id == event.member else m
+            for m in context.members
+        )
+        turn.put(replace(context, members=members))
+
+
+def on_gone(turn: NodeTurn, event: ev.MemberGone) -> None:
+    context = find(turn.holdings, event.job)
+    gone = None if context is None else next((m for m in context.members if m.id == event.member), None)
+    if context is None or gone is None:
+        return
+    rest = tuple(m for m in context.members if m.id != event.member)
+    why = event.reason or "it exited"
+    turn.say(ReasonCode.NODE_CHANGED, f"process {gone.pid} of {event.job} is gone ({why})")
+    if rest:
+        _change(turn, replace(context, members=rest))
+    else:
+        _end(turn, context, f"its processes are gone ({why})")
+
+
+def _end(turn: NodeTurn, context: Context, reason: str) -> None:
+    """The last process is gone, and the device is free. Only a loss that was our doing stays on record."""
+    place = context.place
+    match place:
+        case Lost():
+            turn.put(replace(context, members=(), use=0))
+            return
+        case Leaving():
+            count_eviction(turn, context.job, 0)
+            if place.effort is Effort.KILLING or not place.of:
+                lose(turn, context, place.reason, members=False)
+                return
+        case Saved() | Returning() | Live(whole=False):
+            turn.say(ReasonCode.LOST, f"the state of {context.job} is lost: {reason}")
+        case Live():
+            pass
+    turn.remove(context.job)
+    turn.effects.append(fx.FreeBuffers(job=context.job))
+
+
+def on_killed(turn: NodeTurn, event: ev.JobKilled) -> None:
+    """Its processes are gone, by our hand (a kill, or the end for taking more than the device has)."""
+    context = find(turn.holdings, event.job)
+    if context is None:
+        context = Context(job=event.job, incarnation=event.incarnation, members=(), place=Live())
+    elif event.incarnation and event.incarnation != context.incarnation:
+        return  # news of an older start
+    if isinstance(context.place, Lost) and not context.members:
+        return
+    if isinstance(context.place, Leaving):
+        count_eviction(turn, context.job, 0)
+    lose(turn, context, event.reason, members=False)
+
+
+def on_forgotten(turn: NodeTurn, job: JobId) -> None:
+    context = find(turn.holdings, job)
+    if context is None:
+        return
+    if context.members:
+        pids = ", ".join(str(m.pid) for m in context.members)
+        turn.say(ReasonCode.REFUSED, f"{job} is kept: its processes still run ({pids})")
+    else:
+        turn.remove(job)
+        turn.say(ReasonCode.FORGOTTEN, f"{job} is forgotten")
+
+
+def forget_old_losses(turn: NodeTurn) -> None:
+    bare = [c.job for c in turn.holdings.contexts if isinstance(c.place, Lost) and not c.members]
+    for job in bare[: max(0, len(bare) - LOST_KEPT)]:
+        turn.remove(job)
