@@ -1,4 +1,6 @@
-"""What time alone decides: when to wake up next, and what is due then. Called by the driver and ``core.group``.
+"""What time alone decides: when to wake up next, and what is due then.
+
+Called by the driver (``next_deadline``) and ``core.group``.
 
 Deadlines act only in ``DeadlinePassed``: whatever else was queued before it (a client coming back in the very
 last moment) is heard first.
@@ -16,7 +18,7 @@ from coslice.core.turn import Turn
 
 
 def next_deadline(group: Group) -> float | None:
-    """When ``DeadlinePassed`` must be delivered if nothing else happens first, in seconds on the driver's clock."""
+    """When ``DeadlinePassed`` is due if nothing else happens first, in seconds on the driver's clock."""
     return min(_deadlines(group), default=None)
 
 

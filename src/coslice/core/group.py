@@ -2,7 +2,7 @@
 
 ``step`` is called by the orchestrator's driver, the simulator, the property tests and the explorer, with one
 event at a time. It is pure: store the state it returns, then carry out the effects in order. It decides about
-the lock only; what has to leave a device is the agents' decision, and sockets, clocks and stores are unknown here.
+the lock only; what has to leave a device is the agents' decision. Sockets, clocks and stores are unknown here.
 
 ::
 
@@ -71,7 +71,7 @@ __all__ = [
 def new_group(
     id: GroupId, *, nodes: Sequence[NodeId] = (), rules: GroupRules | None = None, at: float = 0.0
 ) -> Group:
-    """A group that nobody has used. Nodes named here have ``node_loss`` from ``at`` to attach; others may join."""
+    """A group that nobody has used. Nodes named here have ``node_loss`` seconds to attach; others may join."""
     views = tuple(NodeView(node=n, detached_at=at) for n in sorted(set(nodes)))
     return Group(id=id, rules=rules or GroupRules(), views=views, since=at)
 
@@ -169,7 +169,7 @@ def _refusal(group: Group, event: ev.AcquireRequested) -> tuple[RefuseCode, str]
         state = (
             f"lost its connection and is given up within {group.rules.session_grace:g} s: try again then"
             if gone
-            else f"runs with {len(record.sessions)} connected process(es): stop it, or choose another job name"
+            else f"runs, with {len(record.sessions)} connected process(es): stop it, or use another job name"
         )
         return RefuseCode.JOB_RUNNING, (
             f"another start of {event.job} (incarnation {record.incarnation or 'without a token'}) {state}"

@@ -1,7 +1,7 @@
 """Leases: who holds the lock, when a share of it is given back, and when the lease is over.
 
-Called by ``core.group`` with a ``Turn``. Knows nothing of nodes or state: whoever calls ``hold`` has made sure
-that the job may run.
+Called by ``core.group`` with a ``Turn``. Knows nothing of nodes or state: whoever calls ``hold`` has made
+sure that the job may run.
 """
 
 from msgspec.structs import replace
@@ -115,7 +115,7 @@ def abandon(turn: Turn, held: Held, request: RequestId) -> None:
 
 
 def yield_(turn: Turn, event: ev.LeaseYielded) -> None:
-    """Give back one process's share. Exactly once: a repeat of its last yield succeeds and changes nothing."""
+    """Give back one process's share, exactly once: a repeat of its last yield succeeds, changing nothing."""
     held = turn.group.occupancy
     record = record_of(turn.group, event.job)
     mine = _shares(held, event)
@@ -160,7 +160,13 @@ def settle(turn: Turn) -> None:
 
 def end(turn: Turn, held: Held, text: str) -> None:
     """The lock is free; the job's state stays where it is until somebody needs the room."""
-    turn.set(occupancy=Resident(job=held.job), held_s=turn.group.held_s + max(0.0, turn.at - held.since))
+    group = turn.group
+    turn.set(
+        occupancy=Resident(job=held.job),
+        held_s=group.held_s + max(0.0, turn.at - held.since),
+        # it is out of its section now, so that moving it is worth another try
+        stuck=tuple(s for s in group.stuck if s.job != held.job),
+    )
     turn.say(ReasonCode.YIELDED, text)
     if not turn.group.waiters:
         turn.say(ReasonCode.SNAPSHOT_DEFERRED, f"nobody waits: the state of {held.job} stays where it is")
@@ -218,13 +224,13 @@ def _rejection(group: Group, event: ev.LeaseYielded) -> Rejected:
     if event.epoch <= 0 or event.epoch > current or is_current:
         return Rejected(
             fx.RefuseCode.NOT_HELD.value,
-            f"{event.job} (session {event.session}) does not hold group {group.id} under epoch {event.epoch}: "
-            "acquire it before yielding it",
+            f"{event.job} (session {event.session}) does not hold group {group.id} "
+            f"under epoch {event.epoch}: acquire it before yielding it",
             **data,
         )
     return Rejected(
         fx.RefuseCode.STALE_LEASE.value,
-        f"the lease {event.epoch} of {event.job} on group {group.id} is over; the current epoch is {current}: "
-        "acquire again before touching the accelerators",
+        f"the lease {event.epoch} of {event.job} on group {group.id} is over; "
+        f"the current epoch is {current}: acquire again before touching the accelerators",
         **data,
     )

@@ -32,8 +32,10 @@ from coslice.core.turn import Turn
 
 def attached(turn: Turn, event: ev.NodeAttached) -> None:
     """An agent dialled in. Its word replaces all that we believed of its node."""
-    view = NodeView(node=event.node, facts=event.facts, attached=True)
-    new = view_of(turn.group, event.node) is None
+    old = view_of(turn.group, event.node)
+    view = old or NodeView(node=event.node)
+    view = replace(view, facts=event.facts, attached=True)
+    new = old is None
     turn.say(
         ReasonCode.NODE_ATTACHED, f"{event.node} {'joins' if new else 'is back'} with epoch {event.epoch}"
     )
@@ -54,7 +56,7 @@ def detached(turn: Turn, node: NodeId) -> None:
     view = view_of(turn.group, node)
     if view is None or not view.attached:
         return
-    turn.set(views=_replaced(turn, replace(view, attached=False, detached_at=turn.at)))
+    turn.put_view(replace(view, attached=False, detached_at=turn.at))
     loss = turn.group.rules.node_loss
     turn.say(
         ReasonCode.NODE_CHANGED, f"the agent of {node} is not connected; it leaves the group in {loss:g} s"
@@ -103,8 +105,10 @@ def left(turn: Turn, node: NodeId, why: str) -> None:
     for context in lost:
         if record_of(turn.group, context.job) is None:
             turn.put_record(JobRecord(job=context.job, incarnation=context.incarnation))
-        reason = f"its state was saved on {node}, which left the group ({why}); bring the node back or start the job again"
-        swap.fault_job(turn, context.job, Fault(code=RefuseCode.NODE_LOST, reason=reason, node=node))
+        text = (
+            f"its state is on {node}, which left the group ({why}); bring {node} back or start the job again"
+        )
+        swap.fault_job(turn, context.job, Fault(code=RefuseCode.NODE_LOST, reason=text, node=node))
     on = turn.group.occupancy
     if isinstance(on, Swapping):
         pending = tuple(n for n in on.pending if n != node)
@@ -117,7 +121,7 @@ def left(turn: Turn, node: NodeId, why: str) -> None:
 def _put(turn: Turn, view: NodeView) -> None:
     rest = turn.group.occupancy
     was_there = isinstance(rest, Resident) and is_on_device(turn.group, rest.job)
-    turn.set(views=_replaced(turn, view))
+    turn.put_view(view)
     for context in view.facts.contexts:
         record = record_of(turn.group, context.job)
         if record is None or record.fault is None or context.state is not ContextState.LIVE:
@@ -138,8 +142,3 @@ def _holds(view: NodeView, stuck: Stuck) -> bool:
         return True  # a stray process is in nobody's facts: only another try can tell
     context = context_of(view, stuck.job)
     return context is not None and context.state in ON_DEVICE
-
-
-def _replaced(turn: Turn, view: NodeView) -> tuple[NodeView, ...]:
-    others = [v for v in turn.group.views if v.node != view.node]
-    return tuple(sorted([*others, view], key=lambda v: v.node))

@@ -1,7 +1,7 @@
 """Coming back: what the orchestrator does with a stored group before the first event, and after a stall.
 
-Deadlines are times on a clock that stood still, or began anew, while nobody looked. So nobody is held to them:
-every grace starts afresh, and every client and agent counts as lost until it is heard of.
+Deadlines are times on a clock that stood still, or began anew, while nobody looked. So nobody is held to
+them: every grace starts afresh, and every client and agent counts as lost until it is heard of.
 """
 
 from msgspec.structs import replace

@@ -1,7 +1,7 @@
 """Changing hands: when a command to the nodes is needed, what it is called, and what their reports mean.
 
-Called by ``core.group`` with a ``Turn``. What has to leave a node is the agent's decision; this module only says
-which job shall be there, under which epoch, and waits until every node has said that it is.
+Called by ``core.group`` with a ``Turn``. What has to leave a node is the agent's decision; this module only
+says which job shall be there, under which epoch, and waits until every node has said that it is.
 """
 
 from msgspec.structs import replace
@@ -10,7 +10,7 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core import lease
 from coslice.core.effects import ReasonCode, RefuseCode
-from coslice.core.events import ContextState
+from coslice.core.events import ContextFact, ContextState
 from coslice.core.group_state import (
     ON_DEVICE,
     PARKED,
@@ -40,11 +40,12 @@ from coslice.core.turn import Turn
 def needs_command(view: NodeView, job: JobId, *, last: JobId | None) -> bool:
     """Must the node's agent be asked before ``job`` may run there?
 
-    Not if it is connected and either says that the job is loaded, or says that the device is empty and nobody
-    else held the lock last. (The word of an agent may be older than what the last holder did to the device.)
+    Not if it is connected, has answered all we asked, and either says that the job is loaded, or says that the
+    device is empty and nobody else held the lock last. (The word of an agent may be older than what the last
+    holder did to the device, and than what a command under way is doing to it.)
     """
     context = context_of(view, job)
-    if not view.attached or (context is not None and context.state in PARKED):
+    if not view.attached or view.outstanding or (context is not None and context.state in PARKED):
         return True
     if context is not None and context.state is ContextState.LIVE:
         return False
@@ -76,7 +77,7 @@ def begin(turn: Turn, choice: Choice) -> None:
     over = f", after {swap.outgoing}" if swap.outgoing else ""
     turn.say(
         ReasonCode.SWAP_BEGUN,
-        f"{waiter.job} is next{over} ({choice.reason}): making it resident on {names(pending)}, epoch {epoch}",
+        f"{waiter.job} is next{over} ({choice.reason}): to be resident on {names(pending)}, epoch {epoch}",
     )
     _command(turn, swap, pending)
 
@@ -103,6 +104,7 @@ def commands(group: Group) -> tuple[fx.MakeResident, ...]:
 
 
 def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
+    _answered(turn, event)
     swap = turn.group.occupancy
     if not isinstance(swap, Swapping) or not _is_pending(turn.group, swap, event.node, event.op):
         turn.say(ReasonCode.STALE, f"{event.node} reports {event.op} done, which nobody waits for any more")
@@ -119,8 +121,8 @@ def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
     turn.set(occupancy=swap, bytes_moved=turn.group.bytes_moved + event.bytes_in + event.bytes_out)
     turn.say(
         ReasonCode.NODE_READY,
-        f"{swap.incoming} is resident on {event.node}: {size(event.bytes_out)} out, {size(event.bytes_in)} in, "
-        f"{event.seconds:.3f} s{f' ({event.reason})' if event.reason else ''}",
+        f"{swap.incoming} is resident on {event.node}: "
+        f"{size(event.bytes_out)} out, {size(event.bytes_in)} in, {event.seconds:.3f} s{f' ({event.reason})' if event.reason else ''}",
     )
     finish_if_done(turn)
 
@@ -133,6 +135,9 @@ def finish_if_done(turn: Turn) -> None:
     if swap.restored or swap.bytes_in or swap.bytes_out:
         turn.set(swaps=turn.group.swaps + 1)
     turn.set(occupancy=Resident(job=swap.incoming))
+    if swap.waiter is not None and not turn.group.views:
+        requeue(turn, swap.waiter)  # to be refused: the last node is gone
+        return
     if swap.waiter is None:
         turn.say(
             ReasonCode.ABANDONED, f"{swap.incoming} is resident, but its callers left: the lock stays free"
@@ -159,6 +164,7 @@ def finish_if_done(turn: Turn) -> None:
 
 def failed(turn: Turn, event: ev.OpFailed) -> None:
     """Find out whose fault it is. The group goes on in every case."""
+    _answered(turn, event)
     swap = turn.group.occupancy
     if isinstance(swap, Held) and event.op == op_id(turn.group.id, swap.epoch, event.node):
         if event.culprit == swap.job:
@@ -170,7 +176,7 @@ def failed(turn: Turn, event: ev.OpFailed) -> None:
     if event.culprit == swap.incoming:
         fault_job(turn, event.culprit, Fault(code=RefuseCode.JOB_FAULTED, reason=event.reason))
         _rest(turn, prefer=swap.outgoing)
-    elif event.stuck and (not event.culprit or _still_there(turn.group, event)):
+    elif not event.culprit or (event.stuck and _still_there(turn.group, event)):
         _blocked(turn, swap, event)
     else:
         _evictee_failed(turn, swap, event)
@@ -201,7 +207,7 @@ def follow(turn: Turn, view: NodeView, *, attached: bool) -> None:
     swap, node = turn.group.occupancy, view.node
     if isinstance(swap, Held):
         if attached and needs_command(view, swap.job, last=swap.job):
-            turn.emit(_make_resident(turn.group, swap, node))
+            _command(turn, swap, (node,))
         return
     if not isinstance(swap, Swapping):
         return
@@ -234,7 +240,8 @@ def review_rest(turn: Turn, *, was_there: bool) -> None:
 
 def _rest(turn: Turn, *, prefer: JobId | None) -> None:
     there = [c.job for _, c in on_device(turn.group)]
-    job = prefer if prefer in there or not there else there[0]
+    parked = any(c.job == prefer for v in turn.group.views for c in v.facts.contexts)
+    job = prefer if prefer in there or not (there or parked) else next(iter(there), None)
     turn.set(occupancy=Empty() if job is None else Resident(job=job))
 
 
@@ -295,11 +302,39 @@ def _is_pending(group: Group, swap: Swapping, node: NodeId, op: str) -> bool:
     return node in swap.pending and op == op_id(group.id, swap.epoch, node)
 
 
-def _command(turn: Turn, swap: Swapping, nodes: tuple[NodeId, ...]) -> None:
+def _command(turn: Turn, now: Swapping | Held, nodes: tuple[NodeId, ...]) -> None:
+    """Tell those of ``nodes`` that are connected; the others are told when they attach."""
     for node in nodes:
         view = view_of(turn.group, node)
-        if view is not None and view.attached:  # the others are told when they attach
-            turn.emit(_make_resident(turn.group, swap, node))
+        if view is not None and view.attached:
+            turn.put_view(replace(view, outstanding=now.epoch))
+            turn.emit(_make_resident(turn.group, now, node))
+
+
+def _answered(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> None:
+    """The node did what it was told last, or could not: its facts stand again.
+
+    A failure without facts leaves it open what is on the device, so that the next grant asks the agent. A success
+    without facts says that the job is loaded; whoever else was is then taken for parked, which the next grant to
+    it will ask about.
+    """
+    view = view_of(turn.group, event.node)
+    if view is None or not view.outstanding or event.op != op_id(turn.group.id, view.outstanding, event.node):
+        return
+    if event.facts is None:
+        if isinstance(event, ev.OpFailed):
+            return
+        job = occupant(turn.group)
+        view = replace(
+            view, facts=replace(view.facts, contexts=tuple(_assumed(c, job) for c in view.facts.contexts))
+        )
+    turn.put_view(replace(view, outstanding=Epoch(0)))
+
+
+def _assumed(context: ContextFact, loaded: JobId | None) -> ContextFact:
+    if context.job == loaded:
+        return replace(context, state=ContextState.LIVE)
+    return replace(context, state=ContextState.SAVED) if context.state in ON_DEVICE else context
 
 
 def _make_resident(group: Group, now: Swapping | Held, node: NodeId) -> fx.MakeResident:

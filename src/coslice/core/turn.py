@@ -6,7 +6,7 @@ Used only inside ``core``, within a single call of ``step``; from outside, ``ste
 from msgspec.structs import replace
 
 from coslice.core import effects as fx
-from coslice.core.group_state import Group, Held, HolderState, JobRecord, Swapping
+from coslice.core.group_state import Group, Held, HolderState, JobRecord, NodeView, Swapping
 from coslice.core.ids import JobId, SessionId
 from coslice.core.outcome import Step
 from coslice.core.policy.base import Ask, Waiter
@@ -42,6 +42,10 @@ class Turn:
         else:
             self.set(jobs=(*jobs, record))
 
+    def put_view(self, view: NodeView) -> None:
+        others = [v for v in self.group.views if v.node != view.node]
+        self.set(views=tuple(sorted([*others, view], key=lambda v: v.node)))
+
     def take_asks(self, *, job: JobId | None = None, session: SessionId | None = None) -> tuple[Ask, ...]:
         """Remove the open requests of a job, or of a session, from the queue and from a running swap."""
         taken: list[Ask] = []
@@ -67,15 +71,17 @@ class Turn:
         for ask in self.take_asks(job=job):
             self.emit(fx.Refuse(request=ask.request, session=ask.session, code=code, reason=reason))
 
-    def take_back(self, held: Held, reason: str, *, session: SessionId | None = None) -> None:
-        """Tell the processes that hold the lease (or one of them) that it is over, and mark their shares gone."""
+    def take_back(
+        self, held: Held, reason: str, *, session: SessionId | None = None, tell: bool = True
+    ) -> None:
+        """Mark the shares of all who hold the lease (or of one session) gone, and tell them so."""
         told: set[SessionId] = set()
         holders = []
         for holder in held.holders:
             if holder.state is not HolderState.ACTIVE or session not in (None, holder.session):
                 holders.append(holder)
                 continue
-            if holder.session not in told:
+            if tell and holder.session not in told:
                 told.add(holder.session)
                 self.emit(fx.LoseLease(session=holder.session, job=held.job, epoch=held.epoch, reason=reason))
             holders.append(replace(holder, state=HolderState.GONE, confirm_by=None))

@@ -1,0 +1,165 @@
+"""What must hold of a group's lock, always. Called after every step by tests, the simulator and debug mode.
+
+The numbers are those of the design's list of invariants. Each check is written against the state and the step,
+not against the code that made them. Raises ``InvariantBroken``; of one node's holdings see
+``core.invariants_node``.
+"""
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.group_state import (
+    PARKED,
+    Empty,
+    Group,
+    Held,
+    HolderState,
+    Resident,
+    Swapping,
+    active,
+    context_of,
+    eligible,
+    open_asks,
+)
+from coslice.core.ids import op_id
+from coslice.core.outcome import Step
+
+
+class InvariantBroken(AssertionError):
+    """The machine is in a state, or took a step, that must not exist: a bug in coslice."""
+
+
+def check_group(group: Group) -> None:
+    """Every invariant that one state can show."""
+    _check_queue(group)
+    _check_sessions(group)
+    now = group.occupancy
+    if isinstance(now, Held | Swapping):
+        _require(now.epoch <= group.epoch, f"1: epoch {now.epoch} is above the group's {group.epoch}")
+    if isinstance(now, Swapping):
+        both = set(now.pending) | set(now.done)
+        _require(bool(now.pending), "8: a swap waits for nobody")
+        _require(both == set(group.nodes), f"2: a swap covers {sorted(both)}, the group has {group.nodes}")
+        _require(not set(now.pending) & set(now.done), "a node is both pending and done")
+    if isinstance(now, Held):
+        record = next((r for r in group.jobs if r.job == now.job), None)
+        failed = any(h.state is HolderState.GONE for h in now.holders)
+        waits = 0 < len({h.session for h in now.holders}) < now.world or any(
+            h.state is HolderState.YIELDED for h in now.holders
+        )
+        _require(
+            bool(active(now)) or (now.world > 0 and waits and not failed),
+            "8: a lease that nobody is left to end",
+        )
+        _require(
+            record is not None and record.fault is None,
+            f"7: {now.job} holds a lease but is faulted or unknown",
+        )
+    if isinstance(now, Empty | Resident):
+        _require(
+            not group.views or not eligible(group), "8: the lock is free although somebody could have it"
+        )
+    _require(bool(group.views) or not group.waiters, "8: waiters in a group of no nodes")
+    _require(list(group.nodes) == sorted(set(group.nodes)), "nodes are not in their stated order")
+
+
+def check_group_step(before: Group, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
+    """Every invariant that needs the state before, the event and the effects."""
+    after = step.state
+    check_group(after)
+    _require(after.epoch >= before.epoch, f"1: the epoch fell from {before.epoch} to {after.epoch}")
+    was, now = before.occupancy, after.occupancy
+    if isinstance(now, Held | Swapping) and (not isinstance(was, Held | Swapping) or was.epoch != now.epoch):
+        _require(now.epoch > before.epoch, f"1: epoch {now.epoch} is not new")
+    if isinstance(was, Held) and isinstance(now, Held) and was.epoch == now.epoch:
+        _require(was.job == now.job, "1: a lease changed its job")
+    for effect in step.effects:
+        match effect:
+            case fx.Grant():
+                _check_grant(before, after, effect)
+            case fx.MakeResident():
+                _require(
+                    effect.op == op_id(after.id, effect.epoch, effect.node)
+                    and isinstance(now, Held | Swapping)
+                    and effect.epoch == now.epoch,
+                    f"1: {effect.op} is not an operation of the current epoch",
+                )
+            case fx.Refuse():
+                _require(
+                    effect.request not in _requests(after), f"5: {effect.request} was refused but is open"
+                )
+            case fx.LoseLease():
+                _require(
+                    isinstance(was, Held) and was.epoch == effect.epoch and was.job == effect.job,
+                    f"1: {effect.job} lost a lease {effect.epoch} that it did not hold",
+                )
+            case fx.AskYield():
+                _require(isinstance(now, Held) and now.epoch == effect.epoch, "8: nobody to ask to yield")
+    if isinstance(event, ev.AcquireAbandoned):
+        _require(
+            event.request not in _requests(after),
+            f"5: {event.request} was abandoned and left something behind",
+        )
+    if isinstance(event, ev.LeaseYielded) and was != now:
+        _require(
+            isinstance(was, Held) and (was.job, was.epoch) == (event.job, event.epoch),
+            "1: somebody yielded a lease of another",
+        )
+
+
+def _check_grant(before: Group, after: Group, grant: fx.Grant) -> None:
+    held, was = after.occupancy, before.occupancy
+    if not isinstance(held, Held):
+        raise InvariantBroken(f"1: {grant.request} was granted without a lease")
+    _require(
+        (held.job, held.epoch) == (grant.job, grant.epoch)
+        and any(h.request == grant.request for h in active(held)),
+        f"1: {grant.request} was granted a lease that is not the current one",
+    )
+    _require(
+        (held.restored, held.bytes_in) == (grant.restored, grant.bytes_in), "a grant that is not truthful"
+    )
+    if isinstance(was, Held) and was.epoch == held.epoch:
+        return  # a repeat, or one who joins
+    for view in after.views:
+        context = context_of(view, grant.job)
+        parked = context is not None and context.state in PARKED
+        _require(not parked, f"2: {grant.job} was granted while its state is parked on {view.node}")
+        commanded = isinstance(was, Swapping) and was.epoch == held.epoch
+        _require(commanded or view.attached, f"2: granted on the word of {view.node}, which is not connected")
+        _require(view.outstanding != held.epoch, f"2: granted before {view.node} reported")
+
+
+def _check_queue(group: Group) -> None:
+    jobs = [w.job for w in group.waiters]
+    _require(len(jobs) == len(set(jobs)), f"a job waits in two places: {jobs}")
+    _require(all(w.asks for w in group.waiters), "5: a waiter without a caller")
+    asks = [a.request for a in open_asks(group)]
+    _require(len(asks) == len(set(asks)), "a request waits twice")
+
+
+def _check_sessions(group: Group) -> None:
+    known = [s for r in group.jobs for s in r.sessions]
+    _require(len(known) == len(set(known)), "a session speaks for two jobs")
+    _require({s.session for s in group.lost} <= set(known), "a lost session that nobody knows")
+    held = group.occupancy
+    speaking = [(w.job, a.session) for w in group.waiters for a in w.asks]
+    if isinstance(held, Held):
+        speaking += [(held.job, h.session) for h in active(held)]
+    if isinstance(held, Swapping) and held.waiter is not None:
+        speaking += [(held.incoming, a.session) for a in held.waiter.asks]
+    sessions = {r.job: r.sessions for r in group.jobs}
+    for job, session in speaking:
+        _require(
+            session in sessions.get(job, ()), f"5: {job} waits or holds through the ended session {session}"
+        )
+
+
+def _requests(group: Group) -> set[str]:
+    held = group.occupancy
+    mine = {h.request for h in active(held)} if isinstance(held, Held) else set()
+    return mine | {a.request for a in open_asks(group)}
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvariantBroken(message)
