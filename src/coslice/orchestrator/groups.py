@@ -126,7 +126,7 @@ class Groups:
         nodes = tuple(NodeId(node) for node in config.nodes or ())
         saved = slot.state()
         if saved is None:
-            state = core.new_group(GroupId(config.id), nodes=nodes, rules=rules(self._config), now=now)
+            state = core.new_group(GroupId(config.id), nodes=nodes, rules=rules(self._config), at=now)
         else:
             state = core.restarted(replace(saved, rules=rules(self._config)), now)
         driver: Driver[Group, ev.GroupEvent, fx.GroupEffect] = Driver(
@@ -140,7 +140,7 @@ class Groups:
             perform=functools.partial(self._perform, GroupId(config.id)),
             record=functools.partial(self._record, config.id),
             changed=lambda state: self._changed(state.id),
-            on_stall=core.restarted,
+            on_stall=core.stalled,
             stall_limit=max(1.0, self._config.session_grace / 2),
         )
         if saved is not None:

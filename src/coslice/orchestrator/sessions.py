@@ -40,6 +40,7 @@ class Asked:
         """What it was granted so far, in order."""
         self.next: asyncio.Future[pb.Lease] | None = None
         """The grant that a request for several groups waits for; None for a request for one."""
+        self.waits_for: GroupLock | None = None
         self.task: asyncio.Task[None] | None = None
         self.answer: pb.ServerMessage | None = None
 
@@ -54,18 +55,11 @@ class Session:
         self.asked: dict[RequestId, Asked] = {}
         self.locks: dict[GroupId, GroupLock] = {}
         """Groups that have heard of this session."""
-        self.yielding: dict[tuple[GroupId, Epoch], None] = {}
-        """Leases it gave up, oldest first: yielding one again succeeds, once."""
         self.forget: asyncio.TimerHandle | None = None
 
     def send(self, message: pb.ServerMessage) -> None:
         if self.outbox is not None:
             self.outbox.put(message)
-
-    def remember_yield(self, group: GroupId, epoch: Epoch) -> None:
-        self.yielding[group, epoch] = None
-        while len(self.yielding) > 256:
-            self.yielding.pop(next(iter(self.yielding)))
 
     def perform(self, group: GroupId, effect: ClientEffect) -> None:
         match effect:
@@ -116,7 +110,7 @@ class Session:
         self.send(answer)
 
     def forget_lease(self, group: GroupId, epoch: Epoch) -> None:
-        """Yielded: its request needs no confirmation any more, and yielding it again will succeed."""
+        """Yielded: its request needs no confirmation any more."""
         for asked in list(self.asked.values()):
             if any((lease.group, lease.epoch) == (group, epoch) for lease in asked.taken):
                 self.asked.pop(asked.request)

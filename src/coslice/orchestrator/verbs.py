@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from coslice.core import events as ev
-from coslice.core.ids import Epoch, GroupId, RequestId
+from coslice.core.ids import Epoch, RequestId
 from coslice.core.outcome import Rejected
 from coslice.orchestrator import convert, views
 from coslice.orchestrator.groups import GroupLock, Groups
@@ -97,20 +97,22 @@ class Verbs:
         return False
 
     def _acquire_several(self, session: Session, asked: Asked, message: pb.Acquire) -> None:
+        event = convert.acquire_event(session.who, message, at=self._clock.now(), more=True)
         if asked.answer is not None:  # the answer was lost with the stream: say it again
             session.send(asked.answer)
         elif asked.task is None:
-            event = convert.acquire_event(session.who, message, at=self._clock.now(), more=True)
             asked.task = asyncio.create_task(self._take_in_order(session, asked, event), name=asked.request)
+        elif asked.waits_for is not None:  # a grant was not given while the stream was away
+            asked.waits_for.tell(event)
 
     async def _take_in_order(self, session: Session, asked: Asked, event: ev.AcquireRequested) -> None:
         done = False
         try:
             for lock in asked.locks:
-                asked.next = asyncio.get_running_loop().create_future()
+                asked.next, asked.waits_for = asyncio.get_running_loop().create_future(), lock
                 await lock.post(replace(event, at=self._clock.now()))
                 asked.taken.append(await asked.next)
-            asked.next = None
+            asked.next = asked.waits_for = None
             now = self._clock.now()
             completed = ev.AcquireCompleted(at=now, request=asked.request)
             await asyncio.gather(*(lock.post(completed) for lock in asked.locks))
@@ -176,16 +178,12 @@ class Verbs:
         )
 
     async def _yield_one(self, session: Session, lock: GroupLock, epoch: Epoch) -> Rejected | None:
-        repeated = (lock.id, epoch) in session.yielding
-        session.remember_yield(lock.id, epoch)
-        event = ev.LeaseYielded(
-            at=self._clock.now(), job=session.who.job, session=session.who.session, epoch=epoch
-        )
+        who = session.who
         try:
-            await lock.post(event)
+            await lock.post(
+                ev.LeaseYielded(at=self._clock.now(), job=who.job, session=who.session, epoch=epoch)
+            )
         except Rejected as error:
-            if not repeated:
-                session.yielding.pop((lock.id, epoch), None)
-                return error
-        session.forget_lease(GroupId(lock.id), epoch)
+            return error
+        session.forget_lease(lock.id, epoch)
         return None
