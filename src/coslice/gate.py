@@ -146,8 +146,8 @@ class Gate:
             os.sched_setaffinity(thread, self._cpus)
         except OSError as error:
             raise ConfigError(
-                f"this process may not run on the accelerator's cores {sorted(self._cpus)} ({error.strerror}): "
-                "check COSLICE_ACCELERATOR_CPUS against the cores of this machine and of its container"
+                f"this process may not run on the accelerator's cores {sorted(self._cpus)} "
+                f"({error.strerror}): check COSLICE_ACCELERATOR_CPUS against the cores of this machine and of its container"
             ) from error
         self._pinned[thread] = before
 
@@ -165,7 +165,9 @@ class Gate:
 
     def _forked(self) -> None:
         """In a forked child: no section is open here, and state that was moved out stayed with the parent."""
-        inherited = self._pinned.get(self._forker)  # the child's only thread kept the affinity of its parent's
+        inherited = self._pinned.get(
+            self._forker
+        )  # the child's only thread kept the affinity of its parent's
         self._reset()
         self._hooks = []
         if inherited is not None:

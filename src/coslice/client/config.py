@@ -5,7 +5,7 @@ Reads an environment that it is given; touches nothing and imports nothing of th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 from coslice.errors import ConfigError
 
@@ -42,27 +42,27 @@ class ClientConfig:
         if not host or not port.isdigit():
             raise ConfigError(f"{self.address!r} is no orchestrator address: use host:port ({ORCHESTRATOR})")
         if not self.job:
-            raise ConfigError("the job has no name: start it with `coslice run --job NAME`, or set COSLICE_JOB")
+            raise ConfigError(
+                "the job has no name: start it with `coslice run --job NAME`, or set COSLICE_JOB"
+            )
 
-    @classmethod
-    def from_env(cls, env: Mapping[str, str], overrides: Mapping[str, Any]) -> Self:
-        """Settings from ``env``, each of them replaced by an override of the same name that is not None."""
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(overrides) - known):
-            raise ConfigError(f"unknown setting {', '.join(unknown)}: known are {', '.join(sorted(known))}")
-        settings: dict[str, Any] = {
-            "address": env.get(ORCHESTRATOR) or None,
-            "job": env.get("COSLICE_JOB", ""),
-            "groups": _names(env.get("COSLICE_GROUP", "")),
-            "incarnation": env.get("COSLICE_INCARNATION", ""),
-            "rank": _number(env, "COSLICE_RANK", _number(env, "RANK", 0)),
-            "world": _number(env, "COSLICE_WORLD", 0),
-            "need": _number(env, "COSLICE_NEED", 0),
-            "cpus": _cpus(env.get("COSLICE_ACCELERATOR_CPUS", "")),
-        }
-        settings |= {name: value for name, value in overrides.items() if value is not None}
-        settings["groups"] = group_names(settings["groups"])
-        return cls(**settings)
+
+def settings_from(env: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings from ``env``, each of them replaced by an override of the same name that is not None."""
+    known = {field.name for field in fields(ClientConfig)}
+    if unknown := sorted(set(overrides) - known):
+        raise ConfigError(f"unknown setting {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+    settings: dict[str, Any] = {
+        "address": env.get(ORCHESTRATOR) or None,
+        "job": env.get("COSLICE_JOB", ""),
+        "groups": group_names(env.get("COSLICE_GROUP", "")),
+        "incarnation": env.get("COSLICE_INCARNATION", ""),
+        "rank": _number(env, "COSLICE_RANK", _number(env, "RANK", 0)),
+        "world": _number(env, "COSLICE_WORLD", 0),
+        "need": _number(env, "COSLICE_NEED", 0),
+        "cpus": _cpus(env.get("COSLICE_ACCELERATOR_CPUS", "")),
+    }
+    return settings | {name: value for name, value in overrides.items() if value is not None}
 
 
 def group_names(groups: str | Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,207 @@
+"""The transport of ``AsyncClient``: one stream per event loop and job, all of it on that loop.
+
+The same session protocol as ``link``, without threads and so without a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+import weakref
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+
+import grpc
+import grpc.aio
+
+from coslice.client.config import ClientConfig
+from coslice.client.link import result_of
+from coslice.client.session import Claim, Release, Session
+from coslice.client.transport import (
+    FAREWELL_S,
+    OPTIONS,
+    Backoff,
+    hello_of,
+    note_of,
+    status_error,
+    status_of,
+    trouble_of,
+)
+from coslice.client.types import Status
+from coslice.wire.v1 import coslice_pb2 as pb
+from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
+
+
+class AioLink:
+    def __init__(self, config: ClientConfig) -> None:
+        assert config.address is not None
+        self._address = config.address
+        self._session = Session(hello_of(config), address=config.address)
+        self._outbox: asyncio.Queue[pb.ClientMessage | None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+
+    async def acquire(self, claim: Claim) -> None:
+        """Wait until the claim is granted; on any exception nothing of it is left behind."""
+        signal = asyncio.Event()
+        claim.wake = signal.set
+        try:
+            self._session.want(claim)
+            if not claim.settled:
+                self._run()
+            self._flush()
+            while (wait := self._session.patience(claim, now=time.monotonic())) is not None:
+                await _set(signal, wait)
+        except BaseException as error:
+            self._session.withdraw(claim, f"{type(error).__name__} in the caller")
+            self._flush()
+            raise
+
+    def release_now(self, claim: Claim, groups: Iterable[str] | None = None) -> Release:
+        release = self._session.release(claim, groups)
+        self._flush()
+        return release
+
+    async def release(self, claim: Claim, groups: Iterable[str] | None, *, confirm_s: float) -> bool:
+        """As ``Link.release``."""
+        signal = asyncio.Event()
+        release = self.release_now(claim, groups)
+        for giving in release.givings:
+            giving.wake = signal.set
+        deadline = time.monotonic() + confirm_s
+        while self._session.welcomed and not all(giving.done for giving in release.givings):
+            wait = deadline - time.monotonic()
+            if wait <= 0:
+                break
+            await _set(signal, wait)
+        return result_of(release)
+
+    def should_yield(self, groups: Iterable[str]) -> bool:
+        return self._session.should_yield(groups)
+
+    def note(self, name: str, value: float, step: int, text: str) -> None:
+        if (note := note_of(name, value, step, text)) is not None:
+            self._session.note(note)
+            self._run()
+            self._flush()
+
+    async def status(self, group: str, timeout: float) -> Status:
+        try:
+            async with grpc.aio.insecure_channel(self._address, options=OPTIONS) as channel:
+                stub = pb_grpc.OrchestratorStub(channel)
+                return status_of(await stub.GetStatus(pb.GetStatusRequest(group=group), timeout=timeout))
+        except grpc.aio.AioRpcError as error:
+            raise status_error(error, address=self._address, group=group) from None
+
+    async def leave(self, user: object) -> None:
+        """A client of ours is done; with the last one the session ends."""
+        self.users.discard(user)
+        if self.users or self._task is None:
+            return
+        self._closing.set()
+        self._farewell()
+        if not self._session.welcomed:
+            self._task.cancel()
+        await asyncio.wait([self._task], timeout=FAREWELL_S)
+        self._task = None
+
+    # ── the stream ─────────────────────────────────────────────────────────
+
+    def _farewell(self) -> None:
+        self._session.goodbye()
+        self._flush()
+        if self._outbox is not None:
+            self._outbox.put_nowait(None)
+
+    def _flush(self) -> None:
+        outgoing, self._session.outgoing = self._session.outgoing, []
+        if self._outbox is not None:
+            for message in outgoing:
+                self._outbox.put_nowait(message)
+
+    def _run(self) -> None:
+        if (self._task is None or self._task.done()) and not self._closing.is_set():
+            self._session.connecting(now=time.monotonic())
+            self._task = asyncio.create_task(self._read_on(), name="coslice-session")
+
+    async def _read_on(self) -> None:
+        """One stream after the other, for as long as there is something that needs one."""
+        backoff = Backoff()
+        while True:
+            if await self._read_one():
+                backoff.reset()
+            if self._closing.is_set() or self._session.idle or self._session.rejected is not None:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), backoff.next())
+
+    async def _read_one(self) -> bool:
+        """Serve one stream until it ends; was it welcomed?"""
+        trouble, welcomed = "the orchestrator ended the stream", False
+        outbox: asyncio.Queue[pb.ClientMessage | None] = asyncio.Queue()
+        async with grpc.aio.insecure_channel(self._address, options=OPTIONS) as channel:
+            call = pb_grpc.OrchestratorStub(channel).Session(_until_none(outbox))
+            self._outbox = outbox
+            self._session.opened()
+            self._flush()
+            try:
+                async for message in call:
+                    self._session.received(message)
+                    self._flush()
+                    welcomed = welcomed or self._session.welcomed
+                    if self._session.rejected is not None:
+                        break
+            except grpc.aio.AioRpcError as error:
+                trouble = trouble_of(error)
+            except asyncio.CancelledError:  # the loop ends: so does all that was held in it
+                if self._session.welcomed:
+                    self._closing.set()
+                    self._farewell()
+                    await _drained(call)
+                raise
+            finally:
+                self._outbox = None
+                self._session.closed(now=time.monotonic(), trouble=trouble)
+                call.cancel()
+        return welcomed
+
+
+async def _until_none(outbox: asyncio.Queue[pb.ClientMessage | None]) -> AsyncIterator[pb.ClientMessage]:
+    while (message := await outbox.get()) is not None:
+        yield message
+
+
+async def _drained(call: AsyncIterable[pb.ServerMessage]) -> None:
+    """Read the rest, so that the goodbye is known to have arrived; for a bounded time."""
+    with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
+        async with asyncio.timeout(FAREWELL_S):
+            async for _ in call:
+                pass
+
+
+async def _set(signal: asyncio.Event, wait: float) -> None:
+    if wait == math.inf:
+        await signal.wait()
+    else:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(signal.wait(), wait)
+    signal.clear()
+
+
+_Key = tuple[str | None, str, str, int]
+_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, AioLink]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def link_for(config: ClientConfig, user: object) -> AioLink:
+    """This loop's link of the job."""
+    links = _links.setdefault(asyncio.get_running_loop(), {})
+    key = (config.address, config.job, config.incarnation, config.rank)
+    link = links.get(key)
+    if link is None or link._closing.is_set():
+        link = links[key] = AioLink(config)
+    link.users.add(user)
+    return link

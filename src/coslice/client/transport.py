@@ -1,0 +1,121 @@
+"""What both transports share: how to dial, who says hello, and the one unary call.
+
+Imports gRPC, so the public modules import it only once there is an address to dial.
+"""
+
+import logging
+import os
+import random
+import socket
+import uuid
+from typing import Protocol
+
+import grpc
+
+from coslice.client.config import ClientConfig
+from coslice.client.types import GroupStatus, Status, Waiter
+from coslice.errors import CosliceError, OrchestratorUnreachable, UnknownGroup
+from coslice.wire.v1 import coslice_pb2 as pb
+
+_log = logging.getLogger("coslice")
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    # Liveness is the stream's own: these pings are answered by gRPC's threads even while Python is busy.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A new attempt must not inherit the back-off of the one before it.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+FAREWELL_S = 2.0
+"""How long the end of a process waits for the orchestrator to take the goodbye."""
+
+
+class Backoff:
+    """Growing waits between attempts to connect: the network does not tell when a server comes back."""
+
+    _FIRST_S, _LAST_S = 0.05, 2.0
+
+    def __init__(self) -> None:
+        self._next = self._FIRST_S
+
+    def reset(self) -> None:
+        self._next = self._FIRST_S
+
+    def next(self) -> float:
+        wait, self._next = self._next, min(self._next * 2, self._LAST_S)
+        return wait * random.uniform(0.5, 1.0)
+
+
+def hello_of(config: ClientConfig) -> pb.Hello:
+    return pb.Hello(
+        job=config.job,
+        incarnation=config.incarnation,
+        session=str(uuid.uuid4()),
+        node=socket.gethostname(),
+        pid=os.getpid(),
+        start_time=_start_time(),
+        rank=config.rank,
+    )
+
+
+def _start_time() -> int:
+    """Clock ticks since boot, field 22 of /proc/self/stat; the name in field 2 may contain blanks."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as stat:
+            return int(stat.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
+
+
+def note_of(name: str, value: float, step: int, text: str) -> pb.Note | None:
+    """A note for the journal; None, with a warning, for what does not fit into one."""
+    try:
+        return pb.Note(name=name, value=value, step=step, text=text)
+    except (TypeError, ValueError) as error:
+        _log.warning("coslice: note %r dropped: %s", name, error)
+        return None
+
+
+class _Ended(Protocol):
+    def code(self) -> grpc.StatusCode | None: ...
+    def details(self) -> str | None: ...
+
+
+def trouble_of(ended: _Ended) -> str:
+    """Why a stream ended, in the words of gRPC."""
+    code = ended.code()
+    return ended.details() or (code.name.lower() if code is not None else "the stream ended")
+
+
+def status_error(error: _Ended, *, address: str, group: str) -> CosliceError:
+    """A failed GetStatus as an error of ours."""
+    code, details = error.code(), trouble_of(error)
+    if code is grpc.StatusCode.NOT_FOUND:
+        return UnknownGroup(details, data={"group": group})
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return OrchestratorUnreachable(
+            f"no orchestrator answers at {address} ({details}). Start one with `coslice up`",
+            data={"address": address},
+        )
+    return CosliceError(details)
+
+
+def status_of(response: pb.GetStatusResponse) -> Status:
+    return Status(
+        orchestrator=response.orchestrator,
+        groups=tuple(
+            GroupStatus(
+                group=group.group,
+                state=group.state,
+                job=group.job,
+                epoch=group.epoch,
+                waiters=tuple(Waiter(w.job, w.waited_s, w.reason) for w in group.waiters),
+                nodes=tuple(node.node for node in group.nodes),
+            )
+            for group in response.groups
+        ),
+    )
