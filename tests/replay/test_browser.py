@@ -68,7 +68,8 @@ def test_bars_stand_where_the_journal_says(browser: object, tmp_path: Path) -> N
     _open(browser, tmp_path / "page.html")
     x, width, lane = browser.execute_script(  # type: ignore[attr-defined]
         "const t = views[0], w = t.width();"
-        "const r = [...t.svg.querySelectorAll('rect.held')].filter(r => r.getAttribute('fill') === color('job-b'))[0];"
+        "const held = [...t.svg.querySelectorAll('rect.held')];"
+        "const r = held.filter(r => r.getAttribute('fill') === color('job-b'))[0];"
         "return [(+r.getAttribute('x') - LEFT) / w, +r.getAttribute('width') / w, w]"
     )
     assert lane > 500

@@ -1,11 +1,11 @@
 """``coslice bench handoff``: how much the orchestration of a hand-over costs, without any bytes to move.
 
-Everything is real: one orchestrator process (SQLite, synchronous=FULL), one process for each agent, one for each of
-the two clients, sockets between them. The figures are reported beside a unary echo of the same stack against the
-same server in the same run, because a shared machine's milliseconds say little and ratios say much.
+Everything is real: one orchestrator process (SQLite, synchronous=FULL), one process for each agent, one for
+each of the two clients, sockets between them. The figures are reported beside a unary echo of the same stack
+against the same server in the same run, because a shared machine's milliseconds say little and ratios much.
 
-A third job with an (empty) state stays on every node, so that each hand-over really asks every agent to make the
-next job resident, and each agent answers that both fit.
+A third job with an (empty) state stays on every node, so that each hand-over really asks every agent to make
+the next job resident, and each agent answers that both fit.
 """
 
 import json
@@ -26,6 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.table import Table
 
+from coslice.agent.processes import start_time
 from coslice.cli.rpc import group_status
 from coslice.errors import OperationFailed
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -93,7 +94,7 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def _handoffs(turns: list[dict[str, float]]) -> list[float]:
-    """Milliseconds from the yield of one epoch to the grant of the next, where the next is the other job's."""
+    """Milliseconds from the yield of one epoch to the grant of the next, if that is the other job's."""
     by_epoch = {int(turn["epoch"]): turn for turn in turns}
     pairs = [(turn, by_epoch.get(epoch + 1)) for epoch, turn in sorted(by_epoch.items())]
     found = [

@@ -18,7 +18,8 @@ app = typer.Typer(
         "Let independent RL training jobs share the same accelerators by taking turns.\n\n"
         "Start here:  [b]coslice demo[/b]   two real jobs, alone and then together on one accelerator.\n\n"
         "Your own jobs:  [b]coslice up[/b] in one terminal, then in two others\n"
-        "[b]coslice run --job a -- python train_a.py[/b] and the same for b; [b]coslice status[/b] shows who runs."
+        "[b]coslice run --job a -- python train_a.py[/b] and the same for b; "
+        "[b]coslice status[/b] shows who runs."
     ),
 )
 bench_app = typer.Typer(
@@ -45,7 +46,7 @@ def up(
             "--group",
             "-g",
             metavar="NAME[:cpus=1,2][:memory=SIZE]",
-            help="A group of accelerators of this machine; repeat for several. Default: one group, [b]default[/b].",
+            help="A group of accelerators of this machine; repeat for several. Default: one, [b]default[/b].",
         ),
     ] = None,
     memory: Annotated[

@@ -28,7 +28,8 @@ def _explained(error: grpc.RpcError, address: str) -> Exception:
         return UnknownGroup(details)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return OrchestratorUnreachable(
-            f"no orchestrator answers at {address}: start one with `coslice up`, or name another with --orchestrator"
+            f"no orchestrator answers at {address}: start one with `coslice up`, or name another "
+            "with --orchestrator"
         )
     return OrchestratorUnreachable(f"the orchestrator at {address} answered {code.name}: {details}")
 

@@ -1,7 +1,7 @@
 """``coslice run``: start a training command as a job, with its identity in the environment.
 
-Everything a job needs to take part is a handful of variables; the command itself runs unmodified, as a child in
-the same terminal and process group, and its exit status is ours.
+Everything a job needs to take part is a handful of variables; the command itself runs unmodified, as a child
+in the same terminal and process group, and its exit status is ours.
 """
 
 import ctypes
@@ -49,8 +49,8 @@ def run_job(options: RunOptions) -> int:
     except grpc.RpcError:
         node = None
         print(
-            f"coslice: no agent answers at {options.agent}: {job} will take turns, but its state cannot be moved "
-            "from this node; start one with `coslice up` or `coslice agent`",
+            f"coslice: no agent answers at {options.agent}: {job} will take turns, but its state cannot be "
+            "moved from this node; start one with `coslice up` or `coslice agent`",
             file=sys.stderr,
         )
     environment = job_environment(
@@ -138,7 +138,8 @@ def _refuse_if_running(job: str, groups: tuple[str, ...], state: pb.GetStatusRes
         for record in group.jobs:
             if record.job == job and record.sessions > 0:
                 raise JobRunning(
-                    f"job {job!r} is already running in group {group.group}: stop it, or choose another --job name",
+                    f"job {job!r} is already running in group {group.group}: stop it, or choose another "
+                    "--job name",
                     data={"job": job, "group": group.group},
                 )
 

@@ -62,8 +62,9 @@ def _page(state: pb.GetStatusResponse) -> Group:
 
 
 def _group(group: pb.GroupStatus, now: float) -> Table:
+    moved = f"swaps {group.swaps}, moved {format_size(group.bytes_moved)}"
     table = Table(
-        title=f"group {group.group}   {_headline(group, now)}   swaps {group.swaps}, moved {format_size(group.bytes_moved)}",
+        title=f"group {group.group}   {_headline(group, now)}   {moved}",
         title_justify="left",
         title_style="bold",
         expand=False,

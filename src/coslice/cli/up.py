@@ -204,7 +204,7 @@ def _available_memory() -> int:
 
 
 def _default_budget(accelerator: str) -> int:
-    # cuda: torch tells (the agent asks). host: a quarter of what is free, so that the other half can hold snapshots.
+    # cuda: the agent asks torch. host: a quarter of what is free, so that there is room for snapshots.
     return _available_memory() // 4 if accelerator == "host" else 0
 
 

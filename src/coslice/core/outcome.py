@@ -19,7 +19,7 @@ class Step(Struct, Generic[S, F], frozen=True):
 
 
 class Rejected(Exception):
-    """The event is not allowed; nothing changed. ``code`` is a ``RefuseCode`` value, ``data`` names figures."""
+    """The event is not allowed; nothing changed. ``code`` is a ``RefuseCode``, ``data`` names figures."""
 
     def __init__(self, code: str, message: str, **data: str) -> None:
         super().__init__(message)
