@@ -1,0 +1,310 @@
+"""The agent as one object: built from a configuration, started, stopped. The command line and the tests use it.
+
+Start: check the configuration, open what is ours alone (state, runtime directory), remember the processes of the
+last instance, serve, dial. Stop is the reverse, and leaves the processes and their memory alone.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import uuid
+from pathlib import Path
+
+import grpc.aio
+import msgspec
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+from msgspec.structs import replace
+
+from coslice.agent import cuda
+from coslice.agent.backends.app_channel import AppChannelBackend
+from coslice.agent.buffers import BufferServer, HostBuffers
+from coslice.agent.config import AgentConfig, GroupDevices, buffer_socket, split_address, validate
+from coslice.agent.direct import DirectApi
+from coslice.agent.group import CODEC, ServedGroup, holdings_for
+from coslice.agent.link import Link
+from coslice.agent.members import Member, Members
+from coslice.agent.registry import Registry
+from coslice.agent.service import AgentService
+from coslice.core.ids import GroupId
+from coslice.errors import ConfigError
+from coslice.runtime.clock import LoopClock
+from coslice.runtime.supervisor import Supervisor
+from coslice.store import Store, make_store
+from coslice.store.codec import Codec
+from coslice.store.slot import Slot
+from coslice.wire.v1 import coslice_pb2 as pb
+from coslice.wire.v1 import coslice_pb2_grpc as rpc
+
+log = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Agent"].full_name
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # two agents on one port must be an error, not a lottery
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+
+class Baselines(msgspec.Struct):
+    """What each registered process had before its state, by ``Member.buffer``: cannot be measured again later."""
+
+    bytes: dict[str, int] = {}
+
+
+class AgentApp:
+    """``config.state_dir`` may be ``":memory:"``: then nothing survives a restart."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self.members = Members()
+        self.groups: dict[GroupId, ServedGroup] = {}
+        self.instance = uuid.uuid4().hex
+        self._clock = LoopClock()
+        self._supervisor = Supervisor("agent")
+        self._exits = contextlib.AsyncExitStack()
+        self._link: Link | None = None
+        self._baselines = Baselines()
+        self._baseline_slot: Slot[Baselines] | None = None
+        self._baselines_changed = asyncio.Event()
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """Where it really listens (port 0 in the configuration asks the system for a free one)."""
+        return self._address
+
+    @property
+    def peak_device_bytes(self) -> dict[GroupId, int]:
+        """Per group, all jobs together, the highest sample so far."""
+        return {group.id: group.sampler.peak for group in self.groups.values()}
+
+    async def start(self) -> None:
+        """Raises ``ConfigError`` for what the configuration or the machine does not allow; nothing is left then."""
+        validate(self.config)
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def wait_ready(self) -> None:
+        """Until the orchestrator has welcomed us; at once without one."""
+        if self._link is not None:
+            waiting = asyncio.ensure_future(self._link.attached.wait())
+            crash = asyncio.ensure_future(self._supervisor.wait())
+            try:
+                await asyncio.wait((waiting, crash), return_when=asyncio.FIRST_COMPLETED)
+                if crash.done():
+                    crash.result()
+            finally:
+                waiting.cancel()
+                crash.cancel()
+
+    async def wait(self) -> None:
+        """Blocks while all is well; raises ``Crashed`` when a part of the agent broke."""
+        await self._supervisor.wait()
+
+    async def stop(self) -> None:
+        await self._exits.aclose()
+
+    # ── parts ──────────────────────────────────────────────────────────────
+
+    async def _start(self) -> None:
+        config, exits = self.config, self._exits
+        runtime = _private_directory(config.runtime_dir)
+        store = _store(config)
+        exits.push_async_callback(store.close)
+        found = await store.load()
+        buffers = HostBuffers(config.host_budget)
+        exits.callback(buffers.close)
+        backend = AppChannelBackend(
+            buffers, section_wait=config.section_wait, move_timeout=config.move_timeout, settle=config.settle
+        )
+        self._baseline_slot = Slot(
+            store, "baselines", Codec(Baselines, kind="baselines"), found.get("baselines")
+        )
+        self._baselines = self._baseline_slot.state() or Baselines()
+        exits.callback(self._forget_members)
+        for devices in config.groups:
+            self._add_group(_measured_device(devices), store, found, buffers, backend)
+        registry = Registry(
+            config,
+            members=self.members,
+            groups=self.groups,
+            buffers=buffers,
+            backend=backend,
+            uid=os.getuid(),
+            remember=self._remember,
+        )
+        self._recall(registry)
+        socket = BufferServer(buffer_socket(config), buffers, registry.by_token)
+        log.debug("buffers are handed over in %s", runtime)
+        await socket.start()
+        exits.push_async_callback(socket.stop)
+        for group in self.groups.values():
+            exits.push_async_callback(group.close)
+        exits.push_async_callback(self._supervisor.stop)
+        for group in self.groups.values():
+            self._supervisor.start(f"group {group.id}", group.driver.run())
+            self._supervisor.start(f"sampler {group.id}", group.sampler.run())
+        self._supervisor.start("baselines", self._save_baselines())
+        await self._serve(registry, buffers, backend)
+        if config.orchestrator is not None:
+            self._link = Link(config.orchestrator, hello=self._hello, command=self._on_command)
+            self._supervisor.start("link", self._link.run())
+
+    def _add_group(
+        self,
+        devices: GroupDevices,
+        store: Store,
+        found: dict[str, tuple[bytes, int]],
+        buffers: HostBuffers,
+        backend: AppChannelBackend,
+    ) -> None:
+        key = f"holdings/{devices.group}"
+        slot = Slot(store, key, CODEC, found.get(key))
+        self.groups[devices.group] = ServedGroup(
+            devices,
+            self.config,
+            holdings=holdings_for(self.config, devices, slot.state(), now=self._clock.now()),
+            slot=slot,
+            clock=self._clock,
+            members=self.members,
+            buffers=buffers,
+            backend=backend,
+            publish=self._publish,
+        )
+
+    async def _serve(self, registry: Registry, buffers: HostBuffers, backend: AppChannelBackend) -> None:
+        direct = DirectApi(self.members, backend, self.groups, timeout=self.config.move_timeout)
+        service = AgentService(
+            registry=registry,
+            members=self.members,
+            groups=self.groups,
+            direct=direct,
+            buffers=buffers,
+            identity=self._identity,
+        )
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        rpc.add_AgentServicer_to_server(service, server)
+        checks = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        reflection.enable_server_reflection(
+            (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
+            server,
+        )
+        host, port = split_address(self.config.listen)
+        try:
+            port = server.add_insecure_port(self.config.listen)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise ConfigError(
+                f"cannot listen on {self.config.listen}: another process (perhaps another agent) has the port, or the "
+                "address is not this node's. Stop the other, or choose another port (0 for any free one)"
+            )
+        await server.start()
+        self._exits.push_async_callback(server.stop, 0.5)
+        self._exits.callback(service.close)
+        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        for name in ("", SERVICE):
+            await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    # ── memory over restarts ───────────────────────────────────────────────
+
+    def _recall(self, registry: Registry) -> None:
+        for group in self.groups.values():
+            for context in group.driver.state.contexts:
+                for member in context.members:
+                    base = self._baselines.bytes.get(f"{group.id}/{member.id}", 0)
+                    registry.remembered(group, context.job, member, context.incarnation, base)
+
+    def _remember(self, member: Member) -> None:
+        self._baselines.bytes[member.buffer] = member.baseline
+        self._baselines_changed.set()
+
+    async def _save_baselines(self) -> None:
+        """Beside the path of a registration: a lost baseline costs precision after a restart, not correctness."""
+        assert self._baseline_slot is not None
+        while True:
+            await self._baselines_changed.wait()
+            self._baselines_changed.clear()
+            known = {member.buffer for member in self.members}
+            kept = {name: size for name, size in self._baselines.bytes.items() if name in known}
+            self._baselines = Baselines(kept)
+            await self._baseline_slot.save(self._baselines)
+
+    def _forget_members(self) -> None:
+        for member in self.members:
+            member.close()
+
+    # ── the orchestrator's stream ──────────────────────────────────────────
+
+    def _publish(self, message: pb.AgentMessage) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def _hello(self) -> pb.AgentHello:
+        offers = [
+            pb.GroupOffer(group=group.id, epoch=group.epoch, residency=group.residency())
+            for group in self.groups.values()
+        ]
+        return pb.AgentHello(
+            node=self.config.node, groups=offers, accelerator=self._accelerator(), instance=self.instance
+        )
+
+    def _on_command(self, command: pb.AgentCommand) -> None:
+        match command.WhichOneof("kind"):
+            case "make_resident" if (
+                group := self.groups.get(GroupId(command.make_resident.group))
+            ) is not None:
+                group.command(command.make_resident)
+            case "forget_job" if (group := self.groups.get(GroupId(command.forget_job.group))) is not None:
+                group.forget(command.forget_job.job)
+            case other:
+                log.warning("the orchestrator sent %s for a group that is not served here; ignored", other)
+
+    def _accelerator(self) -> str:
+        kinds = {group.devices.accelerator for group in self.groups.values()}
+        return kinds.pop() if len(kinds) == 1 else "host"
+
+    def _identity(self) -> pb.GetNodeStatusResponse:
+        link = self._link
+        return pb.GetNodeStatusResponse(
+            node=self.config.node,
+            accelerator=self._accelerator(),
+            orchestrator=link.address if link is not None else "",
+            attached=link is not None and link.attached.is_set(),
+        )
+
+
+def _measured_device(devices: GroupDevices) -> GroupDevices:
+    """``device_budget`` 0 on cuda: all that torch sees."""
+    if devices.accelerator == "cuda" and devices.device_budget == 0:
+        return replace(devices, device_budget=cuda.device_memory())
+    return devices
+
+
+def _store(config: AgentConfig) -> Store:
+    if config.state_dir == ":memory:":
+        return make_store(":memory:")
+    return make_store(_private_directory(config.state_dir) / "agent.sqlite")
+
+
+def _private_directory(path: str) -> Path:
+    """The directory, made if need be, and ours alone: it holds state and the socket that hands memory over."""
+    directory = Path(path)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = os.lstat(directory)
+        if status.st_uid != os.getuid() or not directory.is_dir() or directory.is_symlink():
+            raise ConfigError(f"{directory} is not a directory of this user: choose another")
+        directory.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"cannot use {directory}: {error.strerror}") from None
+    return directory

@@ -1,0 +1,182 @@
+"""The app channel: the workload process moves its own state when the agent asks it to, and the agent measures.
+
+A snapshot counts only if the members' memory fell by at least 95 % of what they registered: the word of a
+process is not enough (engines were seen to answer success and free nothing). On any failure those that moved
+are moved back, so a failed snapshot leaves the job as it was.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from coslice.agent.backends.base import Capabilities, MoveError, Presence, Restored, Snapshotted
+from coslice.agent.buffers import HostBuffers, NoHostMemory
+from coslice.agent.host import Gone
+from coslice.agent.members import BACK, OUT, Member, MoveRefused
+from coslice.sizes import format_size
+from coslice.wire.v1 import coslice_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+ENOUGH = 0.95
+"""Share of the registered bytes that must leave. The rest is what allocators keep between blocks."""
+SETTLE_STEP = 0.01
+
+
+class AppChannelBackend:
+    def __init__(
+        self,
+        buffers: HostBuffers,
+        *,
+        section_wait: float = 30.0,
+        move_timeout: float = 120.0,
+        settle: float = 0.5,
+    ) -> None:
+        self._buffers = buffers
+        self._section_wait, self._timeout, self._settle = section_wait, move_timeout, settle
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(name="app_channel", parts=True, in_process=True, modes=("offload", "discard"))
+
+    async def probe(self, members: Sequence[Member]) -> Presence:
+        parked = sum(member.parked for member in members)
+        used = sum(member.usage() for member in members)
+        return Presence(live=len(members) - parked, parked=parked, device_bytes=used)
+
+    async def snapshot(
+        self, members: Sequence[Member], *, op: str, mode: str = "offload", tags: Sequence[str] = ()
+    ) -> Snapshotted:
+        began = time.monotonic()
+        leaving = [member for member in members if not member.parked]
+        await self._make_room(leaving, mode)
+        for member in leaving:
+            member.full = _measure(member)
+        outcomes = await asyncio.gather(
+            *(self._move_out(member, op, mode, tags) for member in leaving), return_exceptions=True
+        )
+        moved = [outcome for outcome in outcomes if isinstance(outcome, pb.Moved)]
+        try:
+            if len(moved) < len(outcomes):
+                raise _as_move_error([outcome for outcome in outcomes if isinstance(outcome, BaseException)])
+            await self._verify(leaving, moved, partial=bool(tags))
+        except MoveError:
+            await self._roll_back(leaving, op)
+            raise
+        if mode == "discard":  # nothing is kept
+            for member in leaving:
+                self._buffers.free(member.buffer)
+        for member, answer in zip(leaving, moved, strict=True):
+            member.reported = answer.device_bytes_after
+        total = sum(answer.bytes for answer in moved) + sum(
+            m.state_bytes for m in members if m not in leaving
+        )
+        residual = sum(_residual(member) for member in members)
+        return Snapshotted(bytes=total, residual=residual, seconds=time.monotonic() - began)
+
+    async def restore(self, members: Sequence[Member], *, op: str) -> Restored:
+        began = time.monotonic()
+        away = [member for member in members if member.parked]
+        outcomes = await asyncio.gather(
+            *(self._move_in(member, op) for member in away), return_exceptions=True
+        )
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            raise _as_move_error(failures)
+        total = sum(outcome.bytes for outcome in outcomes if isinstance(outcome, pb.Moved))
+        return Restored(bytes=total, seconds=time.monotonic() - began)
+
+    # ── one member ─────────────────────────────────────────────────────────
+
+    async def _make_room(self, members: Sequence[Member], mode: str) -> None:
+        """Have every member's host buffer ready, or refuse before any process is touched."""
+        if mode == "discard":
+            return
+        wanted = {member.buffer: member.state_bytes for member in members}
+        try:
+            self._buffers.check(wanted)
+            for name, size in wanted.items():
+                await self._buffers.reserve(name, size)
+        except NoHostMemory as error:
+            raise MoveError(str(error), no_room=True) from None
+
+    async def _move_out(self, member: Member, op: str, mode: str, tags: Sequence[str]) -> pb.Moved:
+        move = pb.MoveOut(
+            op=f"{op}{OUT}",
+            mode=mode,
+            tags=tags,
+            deadline_s=self._section_wait,
+            buffer_bytes=self._buffers.size(member.buffer),
+        )
+        return await member.move(move.op, pb.WorkloadCommand(move_out=move), timeout=self._timeout)
+
+    async def _move_in(self, member: Member, op: str) -> pb.Moved:
+        move = pb.MoveIn(op=f"{op}{BACK}", deadline_s=self._timeout)
+        return await member.move(move.op, pb.WorkloadCommand(move_in=move), timeout=self._timeout)
+
+    async def _roll_back(self, members: Sequence[Member], op: str) -> None:
+        """Bring back what left. One that never answered may have moved too: its late answer is told to go back."""
+        back = [member for member in members if member.parked]
+        results = await asyncio.gather(
+            *(self._move_in(member, f"{op}/rollback") for member in back), return_exceptions=True
+        )
+        for member, result in zip(back, results, strict=True):
+            if isinstance(result, BaseException):
+                log.error("job %s: process %d was not rolled back: %s", member.job, member.pid, result)
+
+    async def _verify(self, members: Sequence[Member], moved: Sequence[pb.Moved], *, partial: bool) -> None:
+        """Raise ``MoveError`` unless the members' memory really fell.
+
+        The kernel tells nobody when memory has become free (pages of another thread's malloc trim, batched
+        counters), so this measures again for a moment before it calls the process a liar.
+        """
+        wanted = [a.bytes if partial else m.state_bytes for m, a in zip(members, moved, strict=True)]
+        deadline = time.monotonic() + self._settle
+        while True:
+            fallen = [_fall(m, a) for m, a in zip(members, moved, strict=True)]
+            if sum(fallen) >= ENOUGH * sum(wanted):
+                return
+            if time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(SETTLE_STEP)
+        worst = min(range(len(members)), key=lambda i: fallen[i] - wanted[i])
+        raise MoveError(
+            f"memory fell by {format_size(sum(fallen))}, {format_size(ENOUGH * sum(wanted))} of "
+            f"{format_size(sum(wanted))} registered must leave: process {members[worst].pid} freed "
+            f"{format_size(fallen[worst])} of {format_size(wanted[worst])}; something else keeps the state alive "
+            "(another reference to its storage, or an allocator that does not give memory back)",
+            pid=members[worst].pid,
+        )
+
+
+def _measure(member: Member) -> int:
+    try:
+        return member.memory.measure(member.state_bytes)
+    except Gone:
+        return 0
+
+
+def _fall(member: Member, answer: pb.Moved) -> int:
+    """By how many bytes the member's use of the device fell. On cuda these are the allocator's own figures."""
+    if member.device == "cuda":
+        return answer.device_bytes_before - answer.device_bytes_after
+    return member.full - _measure(member)
+
+
+def _residual(member: Member) -> int:
+    if member.device == "cuda":
+        return member.reported
+    return max(0, _measure(member) - member.baseline)
+
+
+def _as_move_error(failures: Sequence[BaseException]) -> MoveError:
+    for failure in failures:
+        if not isinstance(failure, MoveRefused):
+            raise failure
+    refusals = [failure for failure in failures if isinstance(failure, MoveRefused)]
+    return MoveError(
+        "; ".join(str(refusal) for refusal in refusals),
+        busy=all(refusal.busy for refusal in refusals),
+        lost=any(refusal.gone for refusal in refusals),
+        pid=refusals[0].pid,
+    )

@@ -1,0 +1,126 @@
+"""What one agent serves: its groups, their devices, its budgets and its time limits.
+
+Built by the command line (``coslice up``) or by tests, read by everything in ``agent/``. Values only: nothing
+here reads the environment or the machine, so a wrong setting is found before anything is started.
+"""
+
+import ipaddress
+from pathlib import Path
+
+from msgspec import Struct
+
+from coslice.core.ids import GroupId, NodeId, check_name
+from coslice.errors import ConfigError
+
+UNIX_PATH_MAX = 107
+"""``sun_path`` of ``sockaddr_un`` holds 108 bytes with its terminator (unix(7))."""
+
+
+class GroupDevices(Struct, frozen=True, kw_only=True):
+    """The part of this node that changes hands as one group."""
+
+    group: GroupId
+    device_budget: int
+    """Bytes that all jobs of the group together may use on the device of this node; cuda: 0 for all there is."""
+    accelerator: str = "host"
+    """``host`` (CPU cores and a memory budget) or ``cuda``."""
+    cpus: tuple[int, ...] = ()
+    """The host accelerator's cores. Told to workloads, which pin their sections; the agent pins nothing."""
+
+
+class AgentConfig(Struct, frozen=True, kw_only=True):
+    node: NodeId
+    state_dir: str
+    runtime_dir: str
+    host_budget: int
+    """Bytes of host memory for saved state, all groups together."""
+    groups: tuple[GroupDevices, ...] = ()
+    orchestrator: str | None = None
+    """``host:port`` to dial; None: direct API only."""
+    listen: str = "127.0.0.1:9001"
+    allow_remote: bool = False
+    """Listen beyond loopback although callers are not authenticated."""
+    retries: int = 3
+    """How often a failed move is tried again."""
+    on_stuck: str = "kill"
+    stuck_grace: float = 60.0
+    section_wait: float = 30.0
+    """How long a workload may take to leave its accelerator section before it answers BUSY, in seconds."""
+    move_timeout: float = 120.0
+    """After this a workload that has not answered a move has failed it, in seconds."""
+    settle: float = 0.5
+    """How long memory may take to be seen as free after a workload said so, in seconds."""
+    sample_interval: float = 0.05
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` → its parts; raises ``ConfigError`` naming what is wrong."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{address!r} is not an address: write host:port, for example 127.0.0.1:9001")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def buffer_socket(config: AgentConfig) -> Path:
+    return Path(config.runtime_dir) / "buffers.sock"
+
+
+def validate(config: AgentConfig) -> None:
+    """Refuse a configuration that cannot work, with what to change; raises ``ConfigError``."""
+    try:
+        check_name("node", config.node)
+        for devices in config.groups:
+            check_name("group", devices.group)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    host, _ = split_address(config.listen)
+    if not is_loopback(host) and not config.allow_remote:
+        raise ConfigError(
+            f"the agent would listen on {host!r}, but its callers are not authenticated: listen on 127.0.0.1, "
+            "or allow remote callers explicitly (allow_remote) on a network that you trust"
+        )
+    if config.orchestrator is not None:
+        split_address(config.orchestrator)
+    if config.host_budget <= 0:
+        raise ConfigError(
+            f"host_budget is {config.host_budget} bytes: saved state needs host memory, give more"
+        )
+    if config.on_stuck not in ("kill", "wait"):
+        raise ConfigError(f"on_stuck is {config.on_stuck!r}: choose 'kill' or 'wait'")
+    if len(path := str(buffer_socket(config)).encode()) > UNIX_PATH_MAX:
+        raise ConfigError(
+            f"runtime_dir {config.runtime_dir!r} is too long: a unix socket's path has at most {UNIX_PATH_MAX} bytes, "
+            f"this one {len(path)}; choose a shorter directory"
+        )
+    _check_devices(config.groups)
+
+
+def _check_devices(groups: tuple[GroupDevices, ...]) -> None:
+    seen: set[GroupId] = set()
+    owner: dict[int, GroupId] = {}
+    for devices in groups:
+        if devices.group in seen:
+            raise ConfigError(f"group {devices.group!r} is configured twice")
+        seen.add(devices.group)
+        if devices.accelerator not in ("host", "cuda"):
+            raise ConfigError(
+                f"group {devices.group!r}: accelerator is {devices.accelerator!r}, not 'host' or 'cuda'"
+            )
+        if devices.device_budget < 0 or (devices.device_budget == 0 and devices.accelerator == "host"):
+            raise ConfigError(
+                f"group {devices.group!r}: device_budget is {devices.device_budget} bytes, give more"
+            )
+        for cpu in devices.cpus:
+            if cpu in owner:
+                raise ConfigError(
+                    f"core {cpu} belongs to group {owner[cpu]!r} and to group {devices.group!r}: "
+                    "groups of one node need disjoint devices"
+                )
+            owner[cpu] = devices.group

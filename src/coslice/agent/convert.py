@@ -1,0 +1,74 @@
+"""The core's words ↔ the wire's, for the agent. Nothing is decided here."""
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.ids import GroupId
+from coslice.wire.v1 import coslice_pb2 as pb
+
+_STATES: dict[ev.ContextState, pb.ContextState.ValueType] = {
+    ev.ContextState.LIVE: pb.LIVE,
+    ev.ContextState.LEAVING: pb.LEAVING,
+    ev.ContextState.SAVED: pb.SAVED,
+    ev.ContextState.RETURNING: pb.RETURNING,
+    ev.ContextState.LOST: pb.LOST,
+}
+
+
+def context_to_pb(fact: ev.ContextFact) -> pb.Context:
+    return pb.Context(
+        job=fact.job,
+        state=_STATES[fact.state],
+        bytes=fact.bytes,
+        pids=fact.pids,
+        reason=fact.reason,
+        incarnation=fact.incarnation,
+    )
+
+
+def residency_to_pb(group: GroupId, facts: ev.NodeFacts, reason: str = "") -> pb.Residency:
+    return pb.Residency(
+        group=group,
+        version=facts.version,
+        contexts=[context_to_pb(fact) for fact in facts.contexts],
+        device_budget_bytes=facts.device_budget,
+        device_used_bytes=facts.device_used,
+        host_budget_bytes=facts.host_budget,
+        host_used_bytes=facts.host_used,
+        reason=reason,
+    )
+
+
+def done_to_pb(group: GroupId, effect: fx.ReportDone, residency: pb.Residency) -> pb.AgentMessage:
+    return pb.AgentMessage(
+        done=pb.OpDone(
+            op=effect.op,
+            group=group,
+            epoch=effect.epoch,
+            restored=effect.restored,
+            bytes_in=effect.bytes_in,
+            bytes_out=effect.bytes_out,
+            seconds=effect.seconds,
+            reason=effect.reason,
+            residency=residency,
+        )
+    )
+
+
+def failed_to_pb(group: GroupId, effect: fx.ReportFailed, residency: pb.Residency) -> pb.AgentMessage:
+    return pb.AgentMessage(
+        failed=pb.OpFailed(
+            op=effect.op,
+            group=group,
+            epoch=effect.epoch,
+            culprit=effect.culprit,
+            stuck=effect.stuck,
+            pid=effect.pid,
+            reason=effect.reason,
+            residency=residency,
+        )
+    )
+
+
+def refusal_code(name: str) -> pb.Code.ValueType:
+    """A core's refusal on the wire: same names, in capitals."""
+    return pb.Code.Value(name.upper()) if name.upper() in pb.Code.keys() else pb.FAILED  # noqa: SIM118

@@ -1,0 +1,122 @@
+"""Snapshot and restore for services that schedule themselves: jobs that registered without a group.
+
+Refuses jobs of orchestrated groups (their lock decides), and callers that name processes. Keeps nothing durable:
+where a job's state is, its processes say themselves when they register.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import grpc
+
+from coslice.agent.backends.base import Backend, MoveError, Restored, Snapshotted
+from coslice.agent.members import Member, Members
+from coslice.core.events import ContextFact, ContextState
+from coslice.core.ids import GroupId, JobId, check_name
+
+NO_GROUP = GroupId("")
+
+
+class DirectRefused(Exception):
+    def __init__(self, status: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class DirectApi:
+    def __init__(
+        self, members: Members, backend: Backend, groups: Mapping[GroupId, object], *, timeout: float
+    ) -> None:
+        self._members, self._backend, self._groups, self._timeout = members, backend, groups, timeout
+        self._locks: dict[JobId, asyncio.Lock] = {}
+        self._count = 0
+
+    async def snapshot(
+        self, job: str, *, mode: str, tags: Sequence[str], timeout: float, pids: Sequence[int]
+    ) -> tuple[Snapshotted, str]:
+        """Raises ``DirectRefused``. Of a job that is parked already: nothing moves, and that is said."""
+        if pids:
+            raise DirectRefused(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "naming processes needs the admin role: name the job, its registered processes are known",
+            )
+        mode = mode or "offload"
+        async with self._turn(job):
+            members = self._find(job)
+            for member in members:
+                if mode not in member.modes:
+                    raise DirectRefused(
+                        grpc.StatusCode.INVALID_ARGUMENT,
+                        f"process {member.pid} of {job} offers {', '.join(member.modes)}, not {mode!r}",
+                    )
+            if all(member.parked for member in members):
+                return Snapshotted(bytes=0, residual=0, seconds=0.0), f"{job} is in host memory already"
+            try:
+                async with asyncio.timeout(timeout or self._timeout):
+                    done = await self._backend.snapshot(members, op=self._name(job), mode=mode, tags=tags)
+            except (MoveError, TimeoutError) as error:
+                raise _failed(job, "snapshot", error) from None
+            return done, ""
+
+    async def restore(self, job: str, *, timeout: float) -> tuple[Restored, str]:
+        """Raises ``DirectRefused``. Of a job that is on the device: nothing moves, and that is said."""
+        async with self._turn(job):
+            members = self._find(job)
+            if not any(member.parked for member in members):
+                return Restored(bytes=0, seconds=0.0), f"{job} is on the device already"
+            try:
+                async with asyncio.timeout(timeout or self._timeout):
+                    return await self._backend.restore(members, op=self._name(job)), ""
+            except (MoveError, TimeoutError) as error:
+                raise _failed(job, "restore", error) from None
+
+    def facts(self) -> list[ContextFact]:
+        jobs = sorted({member.job for member in self._members.of_group(NO_GROUP)})
+        return [self._fact(job, self._members.of_job(NO_GROUP, job)) for job in jobs]
+
+    def _fact(self, job: JobId, members: Sequence[Member]) -> ContextFact:
+        parked = all(member.parked for member in members)
+        return ContextFact(
+            job=job,
+            state=ContextState.SAVED if parked else ContextState.LIVE,
+            bytes=sum(member.state_bytes for member in members),
+            pids=tuple(member.pid for member in members),
+            incarnation=members[0].incarnation,
+        )
+
+    def _turn(self, job: str) -> asyncio.Lock:
+        """One move of a job at a time; the second caller waits and then finds it done."""
+        return self._locks.setdefault(JobId(job), asyncio.Lock())
+
+    def _name(self, job: str) -> str:
+        self._count += 1
+        return f"direct/{job}/{self._count}"
+
+    def _find(self, job: str) -> tuple[Member, ...]:
+        try:
+            check_name("job", job)
+        except ValueError as error:
+            raise DirectRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+        groups = [group for group in self._members.groups_of(JobId(job)) if group in self._groups]
+        if groups:
+            raise DirectRefused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"job {job} belongs to the orchestrated group {groups[0]}: its state moves when the group's lock "
+                "changes hands (acquire and yield); to schedule it yourself, register it without a group",
+            )
+        members = self._members.of_job(NO_GROUP, JobId(job))
+        if not members:
+            raise DirectRefused(
+                grpc.StatusCode.NOT_FOUND,
+                f"no process of job {job!r} is registered here: its workload registers with this agent first",
+            )
+        return members
+
+
+def _failed(job: str, what: str, error: MoveError | TimeoutError) -> DirectRefused:
+    if isinstance(error, TimeoutError):
+        return DirectRefused(grpc.StatusCode.DEADLINE_EXCEEDED, f"the {what} of {job} did not end in time")
+    status = grpc.StatusCode.ABORTED if error.busy else grpc.StatusCode.INTERNAL
+    if error.no_room:
+        status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    return DirectRefused(status, f"the {what} of {job} failed: {error}")

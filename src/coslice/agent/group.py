@@ -1,0 +1,335 @@
+"""One group as this node serves it: the core's decisions on one side, processes and memory on the other.
+
+Owns the group's driver (over ``core.context``), carries its effects out through a backend, turns what happens to
+processes into events, and enforces the device budget. Who leaves, who comes and what a failure means is the
+core's business; how bytes move is the backend's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, assert_never
+
+from msgspec.structs import replace
+
+from coslice.agent import convert
+from coslice.agent.backends.base import Backend, MoveError
+from coslice.agent.buffers import HostBuffers
+from coslice.agent.config import AgentConfig, GroupDevices
+from coslice.agent.members import Member, Members
+from coslice.agent.sampler import UsageSampler
+from coslice.core import context as core
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.holdings import Holdings, NodeRules, facts, fits_beside, need_of, others
+from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, MemberId, OpId
+from coslice.core.outcome import Rejected, Step
+from coslice.runtime.clock import Clock
+from coslice.runtime.driver import Driver, Stopped
+from coslice.store.codec import Codec
+from coslice.store.slot import Slot
+from coslice.wire.v1 import coslice_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+CODEC = Codec(Holdings, kind="holdings")
+KILL_SECONDS = 30.0
+
+
+def holdings_for(
+    config: AgentConfig, devices: GroupDevices, stored: Holdings | None, *, now: float
+) -> Holdings:
+    """What the group begins with: what was stored, under the budgets and rules of today."""
+    rules = NodeRules(
+        retries=config.retries,
+        snapshot_timeout=config.move_timeout + 30.0,
+        restore_timeout=config.move_timeout + 30.0,
+        on_stuck="kill" if config.on_stuck == "kill" else "wait",
+        stuck_grace=config.stuck_grace,
+    )
+    fresh = stored or Holdings(group=devices.group, node=config.node)
+    fresh = replace(
+        fresh,
+        device_budget=devices.device_budget,
+        host_budget=config.host_budget,
+        accelerator=devices.accelerator,
+        rules=rules,
+    )
+    return fresh if stored is None else core.restarted(fresh, now)
+
+
+class ServedGroup:
+    def __init__(
+        self,
+        devices: GroupDevices,
+        config: AgentConfig,
+        *,
+        holdings: Holdings,
+        slot: Slot[Holdings],
+        clock: Clock,
+        members: Members,
+        buffers: HostBuffers,
+        backend: Backend,
+        publish: Callable[[pb.AgentMessage], None],
+    ) -> None:
+        self.id = devices.group
+        self.devices = devices
+        self._config, self._clock = config, clock
+        self._members, self._buffers, self._backend, self._publish = members, buffers, backend, publish
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._killed: dict[JobId, str] = {}  # why, until the job's last process here is gone
+        self._reason = ""
+        self.sampler = UsageSampler(
+            self.id,
+            budget=devices.device_budget,
+            interval=config.sample_interval,
+            members=lambda: members.of_group(self.id),
+            measured=self._measured,
+            out_of_memory=self.kill,
+            killable=self._on_device,
+        )
+        self.driver: Driver[Holdings, ev.NodeEvent, fx.NodeEffect] = Driver(
+            name=f"group {self.id}",
+            state=holdings,
+            step=core.step,
+            next_deadline=core.next_deadline,
+            deadline_passed=lambda at: ev.DeadlinePassed(at=at),
+            clock=clock,
+            save=slot.save,
+            perform=self.perform,
+            record=self._record,
+        )
+        self.driver.start_with(core.resume(holdings))
+
+    # ── what is known ──────────────────────────────────────────────────────
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.driver.state.epoch
+
+    def facts(self) -> ev.NodeFacts:
+        """The core's word with today's measures: they are ours, not the core's."""
+        return replace(
+            facts(self.driver.state),
+            device_used=self.sampler.used,
+            host_budget=self._buffers.budget,
+            host_used=self._buffers.used,
+        )
+
+    def residency(self) -> pb.Residency:
+        return convert.residency_to_pb(self.id, self.facts(), self._reason)
+
+    def device_status(self) -> pb.DeviceStatus:
+        return pb.DeviceStatus(
+            group=self.id,
+            accelerator=self.devices.accelerator,
+            cpus=self.devices.cpus,
+            budget_bytes=self.devices.device_budget,
+            used_bytes=self.sampler.used,
+            peak_bytes=self.sampler.peak,
+        )
+
+    def _on_device(self) -> frozenset[JobId]:
+        on = (ev.ContextState.LIVE, ev.ContextState.LEAVING, ev.ContextState.RETURNING)
+        return frozenset(fact.job for fact in facts(self.driver.state).contexts if fact.state in on)
+
+    # ── events ─────────────────────────────────────────────────────────────
+
+    async def make_resident(self, command: pb.MakeResident) -> None:
+        """A command of the orchestrator. Refused ones are answered too: nobody shall wait for them."""
+        self.sampler.flush()
+        event = ev.MakeResidentCommanded(
+            at=self._clock.now(),
+            op=OpId(command.op),
+            epoch=Epoch(command.epoch),
+            job=JobId(command.job),
+            need=command.need_bytes,
+        )
+        try:
+            await self.driver.post(event)
+        except Rejected as refusal:
+            failed = pb.OpFailed(
+                op=command.op,
+                group=self.id,
+                epoch=command.epoch,
+                culprit=command.job,
+                reason=str(refusal),
+                residency=self.residency(),
+            )
+            self._publish(pb.AgentMessage(failed=failed))
+        except Stopped as stopped:
+            log.warning("command %s was not taken: %s", command.op, stopped)
+
+    def command(self, command: pb.MakeResident) -> None:
+        self._spawn(f"command {command.op}", self.make_resident(command))
+
+    def forget(self, job: str) -> None:
+        self.driver.tell(ev.JobForgotten(at=self._clock.now(), job=JobId(job)))
+
+    def fits(self, member: Member) -> bool:
+        """Is there room on the device for this process's state, beside whoever is there?"""
+        holdings = self.driver.state
+        need = need_of(holdings, member.job, member.need) + member.state_bytes
+        return fits_beside(holdings, member.job, need, others(holdings, member.job))
+
+    async def registered(self, member: Member) -> None:
+        """Raises ``Rejected`` as the core does."""
+        event = ev.MemberRegistered(
+            at=self._clock.now(),
+            job=member.job,
+            incarnation=member.incarnation,
+            member=member.id,
+            pid=member.pid,
+            start_time=member.started,
+            bytes=member.state_bytes,
+            need=member.need,
+            parked=member.parked,
+        )
+        await self.driver.post(event)
+        member.announced = True
+        self.sampler.wake()
+
+    def resized(self, member: Member) -> None:
+        at = self._clock.now()
+        event = ev.MemberResized(
+            at=at, job=member.job, member=member.id, bytes=member.state_bytes, need=member.need
+        )
+        self.driver.tell(event)
+
+    def gone(self, job: JobId, member: MemberId, reason: str) -> None:
+        reason = self._killed.get(job, reason)
+        if not self._members.of_job(self.id, job):
+            self._killed.pop(job, None)
+        self.driver.tell(ev.MemberGone(at=self._clock.now(), job=job, member=member, reason=reason))
+
+    def _measured(self, job: JobId, used: int) -> None:
+        self.driver.tell(ev.UsageMeasured(at=self._clock.now(), job=job, bytes=used))
+
+    # ── effects ────────────────────────────────────────────────────────────
+
+    def perform(self, effect: fx.NodeEffect) -> None:
+        match effect:
+            case fx.RunSnapshot():
+                self._spawn(f"snapshot {effect.op}", self._snapshot(effect))
+            case fx.RunRestore():
+                self._spawn(f"restore {effect.op}", self._restore(effect))
+            case fx.KillJob():
+                self.kill(effect.job, effect.reason)
+            case fx.ReportDone():
+                self._reason = effect.reason
+                self._publish(convert.done_to_pb(self.id, effect, self.residency()))
+            case fx.ReportFailed():
+                self._reason = effect.reason
+                self._publish(convert.failed_to_pb(self.id, effect, self.residency()))
+            case fx.PushFacts():
+                self._publish(pb.AgentMessage(residency=self.residency()))
+            case fx.FreeBuffers():
+                self._buffers.free_under(f"{self.id}/{effect.job}/")
+            case _:
+                assert_never(effect)
+
+    async def _snapshot(self, effect: fx.RunSnapshot) -> None:
+        members = self._members.of_job(self.id, effect.job)
+        name = f"{effect.op}/{effect.job}/{effect.attempt}"
+        try:
+            done = await self._backend.snapshot(members, op=name)
+        except Exception as error:
+            self.driver.tell(
+                ev.SnapshotFailed(
+                    at=self._clock.now(),
+                    job=effect.job,
+                    op=effect.op,
+                    attempt=effect.attempt,
+                    reason=_text(error, name),
+                    busy=isinstance(error, MoveError) and error.busy,
+                    no_room=isinstance(error, MoveError) and error.no_room,
+                )
+            )
+            return
+        self.driver.tell(
+            ev.SnapshotSucceeded(
+                at=self._clock.now(),
+                job=effect.job,
+                op=effect.op,
+                attempt=effect.attempt,
+                bytes=done.bytes,
+                residual=done.residual,
+                seconds=done.seconds,
+            )
+        )
+
+    async def _restore(self, effect: fx.RunRestore) -> None:
+        members = self._members.of_job(self.id, effect.job)
+        name = f"{effect.op}/{effect.job}/{effect.attempt}"
+        try:
+            done = await self._backend.restore(members, op=name)
+        except Exception as error:
+            self.driver.tell(
+                ev.RestoreFailed(
+                    at=self._clock.now(),
+                    job=effect.job,
+                    op=effect.op,
+                    attempt=effect.attempt,
+                    reason=_text(error, name),
+                    lost=isinstance(error, MoveError) and error.lost,
+                )
+            )
+            return
+        self.driver.tell(
+            ev.RestoreSucceeded(
+                at=self._clock.now(),
+                job=effect.job,
+                op=effect.op,
+                attempt=effect.attempt,
+                bytes=done.bytes,
+                seconds=done.seconds,
+            )
+        )
+
+    def kill(self, job: JobId, reason: str) -> None:
+        """End the job's processes of this node: those that registered with us, and no other."""
+        self._spawn(f"kill {job}", self._kill(job, reason))
+
+    async def _kill(self, job: JobId, reason: str) -> None:
+        members = self._members.of_job(self.id, job)
+        self._killed[job] = reason
+        self._reason = reason
+        hit = [member for member in members if member.process is not None and member.process.kill()]
+        log.warning("killing job %s (pids %s): %s", job, ", ".join(str(m.pid) for m in hit) or "none", reason)
+        ends = [member.process.ended.wait() for member in members if member.process is not None]
+        try:
+            async with asyncio.timeout(KILL_SECONDS):
+                await asyncio.gather(*ends)
+        except TimeoutError:
+            log.error("job %s: processes survive SIGKILL, probably in the kernel", job)
+            return  # the core has its own bound, and says so
+        incarnation = members[0].incarnation if members else Incarnation("")
+        self.driver.tell(ev.JobKilled(at=self._clock.now(), job=job, incarnation=incarnation, reason=reason))
+
+    # ── life ───────────────────────────────────────────────────────────────
+
+    async def close(self) -> None:
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"{self.id}: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s broke: %s", task.get_name(), error, exc_info=error)
+
+    def _record(self, at: float, event: ev.NodeEvent, step: Step[Holdings, fx.NodeEffect]) -> None:
+        for reason in step.reasons:
+            log.debug("%s at %.3f: %s: %s", self.id, at, reason.code, reason.text)
+
+
+def _text(error: Exception, name: str) -> str:
+    if isinstance(error, MoveError):
+        return str(error)
+    log.error("%s broke", name, exc_info=error)
+    return f"the agent could not do it: {error!r}"

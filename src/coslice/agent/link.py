@@ -1,0 +1,112 @@
+"""The agent's stream to the orchestrator: dials it, says what this node holds, hands commands on.
+
+Dialling is gRPC's own (its connectivity wakes us, with its backoff); a stream that the orchestrator ends while the
+connection stands is opened again after a backoff of ours. While there is no stream reports are dropped: the hello
+of the next one carries everything we hold, and an orchestrator repeats commands it has no answer to.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from coslice.wire.v1 import coslice_pb2 as pb
+from coslice.wire.v1 import coslice_pb2_grpc as rpc
+
+log = logging.getLogger(__name__)
+
+BACKOFF_MIN, BACKOFF_MAX = 0.05, 5.0
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.initial_reconnect_backoff_ms", int(BACKOFF_MIN * 1000)),
+    ("grpc.max_reconnect_backoff_ms", int(BACKOFF_MAX * 1000)),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # gRPC's name for the time limit of one connection attempt
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Link:
+    """``hello`` makes the first message of a stream; ``command`` must not block."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        hello: Callable[[], pb.AgentHello],
+        command: Callable[[pb.AgentCommand], None],
+    ) -> None:
+        self.address = address
+        self._hello, self._command = hello, command
+        self._outbox: asyncio.Queue[pb.AgentMessage] | None = None
+        self.attached = asyncio.Event()
+        self.orchestrator = ""
+        """Its instance id, from the last welcome."""
+        self.unknown_groups: tuple[str, ...] = ()
+
+    def send(self, message: pb.AgentMessage) -> None:
+        if self._outbox is not None:
+            self._outbox.put_nowait(message)
+
+    async def run(self) -> None:
+        backoff = BACKOFF_MIN
+        async with grpc.aio.insecure_channel(self.address, options=OPTIONS) as channel:
+            while True:
+                await channel.channel_ready()
+                welcomed = await self._attach(rpc.OrchestratorStub(channel))
+                backoff = BACKOFF_MIN if welcomed else min(2 * backoff, BACKOFF_MAX)
+                # Many agents lose one orchestrator at once: they shall not return at once.
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    async def _attach(self, stub: rpc.OrchestratorStub) -> bool:
+        """One stream from hello to its end; True if the orchestrator took us."""
+        outbox: asyncio.Queue[pb.AgentMessage] = asyncio.Queue()
+        call = stub.Attach()
+        welcomed = False
+        writer = None
+        try:
+            self._outbox = outbox  # before the hello is made: nothing that follows from a later state is lost
+            await call.write(pb.AgentMessage(hello=self._hello()))
+            writer = asyncio.create_task(_write(call, outbox), name="attach-writer")
+            while (command := await call.read()) is not grpc.aio.EOF:
+                if command.HasField("welcome"):
+                    welcomed = True
+                    self._welcome(command.welcome)
+                else:
+                    self._command(command)
+            log.info("the orchestrator at %s ended the stream", self.address)
+        except grpc.aio.AioRpcError as error:
+            level = logging.INFO if error.code() is grpc.StatusCode.UNAVAILABLE else logging.WARNING
+            log.log(level, "lost the orchestrator at %s: %s", self.address, error.details())
+        except asyncio.InvalidStateError:  # writing on a stream that has just ended
+            log.info("lost the orchestrator at %s", self.address)
+        finally:
+            self._outbox = None
+            self.attached.clear()
+            if writer is not None:
+                writer.cancel()
+            call.cancel()
+        return welcomed
+
+    def _welcome(self, welcome: pb.AgentWelcome) -> None:
+        self.orchestrator = welcome.orchestrator
+        self.unknown_groups = tuple(welcome.unknown_groups)
+        if self.unknown_groups:
+            log.warning("the orchestrator has no such groups: %s", ", ".join(self.unknown_groups))
+        self.attached.set()
+
+
+async def _write(
+    call: "grpc.aio.StreamStreamCall[pb.AgentMessage, pb.AgentCommand]",
+    outbox: "asyncio.Queue[pb.AgentMessage]",
+) -> None:
+    try:
+        while True:
+            await call.write(await outbox.get())
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return  # the reader tells

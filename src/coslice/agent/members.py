@@ -1,0 +1,203 @@
+"""The processes that registered with this agent: what they are, how to reach them, what they use.
+
+Written by the service (registrations, answers) and read by backends, groups and the sampler. A member outlives
+its channel: a lost stream is a reason to wait for the process to come back, only its end (its pidfd) removes it.
+Decides nothing about who is on the device.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from coslice.agent.host import AnonymousMemory, Gone
+from coslice.agent.processes import Process
+from coslice.core.ids import GroupId, Incarnation, JobId, MemberId
+from coslice.wire.v1 import coslice_pb2 as pb
+
+OUT, BACK = "/out", "/in"
+"""How the names of moves end: an answer carries its direction in its name."""
+
+
+class MoveRefused(Exception):
+    """A process did not move its state. ``unsure``: it never answered, so it may have, or may yet."""
+
+    def __init__(
+        self, message: str, *, pid: int, busy: bool = False, gone: bool = False, unsure: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.pid, self.busy, self.gone, self.unsure = pid, busy, gone, unsure
+
+
+class OpenChannel:
+    """One open stream of a workload process: commands out, in order; and whose it is, once that is known."""
+
+    def __init__(self) -> None:
+        self.member: Member | None = None
+        self._queue: asyncio.Queue[pb.WorkloadCommand | None] = asyncio.Queue()
+
+    def send(self, command: pb.WorkloadCommand) -> None:
+        self._queue.put_nowait(command)
+
+    def end(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def next(self) -> pb.WorkloadCommand | None:
+        """None: the stream is over."""
+        return await self._queue.get()
+
+
+def member_id(job: JobId, incarnation: Incarnation, pid: int, started: int) -> MemberId:
+    return MemberId(f"{job}/{incarnation}/{pid}/{started}")
+
+
+@dataclass(slots=True)
+class _Pending:
+    op: str
+    command: pb.WorkloadCommand
+    answer: "asyncio.Future[pb.Moved]"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One process of one incarnation, within one group (``group`` empty: direct API only)."""
+
+    id: MemberId
+    job: JobId
+    incarnation: Incarnation
+    group: GroupId
+    pid: int
+    started: int
+    memory: AnonymousMemory
+    rank: int = 0
+    state_bytes: int = 0
+    need: int = 0
+    parked: bool = False
+    announced: bool = False
+    """This agent instance has told the group of it (not yet for one that only the store remembers)."""
+    device: str = "host"
+    modes: tuple[str, ...] = ("offload",)
+    baseline: int = 0
+    """Anonymous memory of the process itself, which is not state and never leaves."""
+    full: int = 0
+    """Anonymous memory before the state last began to leave."""
+    reported: int = 0
+    """Device memory that the process itself said it kept after moving out (cuda)."""
+    process: Process | None = None
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    _channel: "OpenChannel | None" = None
+    _pending: _Pending | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._channel is not None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process is not None and self.process.ended.is_set()
+
+    @property
+    def moving(self) -> bool:
+        return self._pending is not None
+
+    @property
+    def buffer(self) -> str:
+        """Names its host buffer: one process may serve two groups."""
+        return f"{self.group}/{self.id}"
+
+    def usage(self) -> int:
+        """Bytes on the device now, above the baseline; 0 once the process has ended. Cheap, may be a little off."""
+        try:
+            return max(0, self.memory.fast() - self.baseline)
+        except Gone:
+            return 0
+
+    def attach(self, channel: OpenChannel) -> None:
+        """A channel of this process is open. A move that waits for an answer is asked for again."""
+        if self._channel is not None:
+            self._channel.end()  # its process has opened another
+        self._channel = channel
+        if self._pending is not None:
+            channel.send(self._pending.command)
+
+    def detach(self, channel: OpenChannel) -> None:
+        if self._channel is channel:  # not when a newer channel took its place
+            self._channel = None
+
+    async def move(self, op: str, command: pb.WorkloadCommand, *, timeout: float) -> pb.Moved:
+        """Ask the process to move its state; raises ``MoveRefused``. One move at a time."""
+        if self.has_ended:
+            raise MoveRefused(f"process {self.pid} has ended", pid=self.pid, gone=True)
+        pending = _Pending(op, command, asyncio.get_running_loop().create_future())
+        self._pending = pending
+        if self._channel is not None:
+            self._channel.send(command)
+        try:
+            async with asyncio.timeout(timeout):
+                return await pending.answer
+        except TimeoutError:
+            why = "did not answer" if self.connected else "has no channel to the agent and did not come back"
+            raise MoveRefused(
+                f"process {self.pid} {why} within {timeout:g} s", pid=self.pid, unsure=True
+            ) from None
+        finally:
+            if self._pending is pending:
+                self._pending = None
+
+    def moved(self, answer: pb.Moved) -> None:
+        out = answer.op.endswith(OUT)
+        self.parked = out
+        pending = self._pending
+        if pending is not None and pending.op == answer.op and not pending.answer.done():
+            pending.answer.set_result(answer)
+        elif out and pending is None and self._channel is not None:
+            # It answered after we had given up on it: the job counts as live, so its state goes back.
+            late = pb.MoveIn(op=f"{answer.op.removesuffix(OUT)}/late{BACK}", deadline_s=0)
+            self._channel.send(pb.WorkloadCommand(move_in=late))
+
+    def refused(self, answer: pb.MoveFailed) -> None:
+        if (pending := self._pending) is None or pending.op != answer.op or pending.answer.done():
+            return
+        text = f"process {self.pid}: {answer.message or pb.Code.Name(answer.code)}"
+        pending.answer.set_exception(MoveRefused(text, pid=self.pid, busy=answer.code == pb.BUSY))
+
+    def ended(self) -> None:
+        if self._pending is not None and not self._pending.answer.done():
+            error = MoveRefused(f"process {self.pid} ended during the move", pid=self.pid, gone=True)
+            self._pending.answer.set_exception(error)
+
+    def close(self) -> None:
+        self.memory.close()
+        if self.process is not None:
+            self.process.close()
+
+
+class Members:
+    """All members, keyed by group and member: one process may serve two groups with two roles."""
+
+    def __init__(self) -> None:
+        self._all: dict[tuple[GroupId, MemberId], Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(tuple(self._all.values()))
+
+    def get(self, group: GroupId, member: MemberId) -> Member | None:
+        return self._all.get((group, member))
+
+    def add(self, member: Member) -> None:
+        self._all[member.group, member.id] = member
+
+    def remove(self, member: Member) -> None:
+        if self._all.get((member.group, member.id)) is member:
+            del self._all[member.group, member.id]
+
+    def of_group(self, group: GroupId) -> tuple[Member, ...]:
+        return tuple(m for m in self._all.values() if m.group == group)
+
+    def of_job(self, group: GroupId, job: JobId) -> tuple[Member, ...]:
+        """In rank order, then by age: the same on every run."""
+        found = (m for m in self._all.values() if m.group == group and m.job == job)
+        return tuple(sorted(found, key=lambda m: (m.rank, m.started, m.pid)))
+
+    def groups_of(self, job: JobId) -> tuple[GroupId, ...]:
+        return tuple(sorted({m.group for m in self._all.values() if m.job == job}))

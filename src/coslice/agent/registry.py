@@ -1,0 +1,276 @@
+"""Takes registrations: checks what a process says of itself, watches it, and puts it on the device or beside it.
+
+Called by the service for each new channel, and by the app after a restart for processes that only the store
+remembers. A process whose state does not fit beside what is on the device is parked at once, before the group
+hears of it: nobody gets device memory by registering.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from coslice.agent.backends.base import Backend, MoveError
+from coslice.agent.buffers import HostBuffers, same_token
+from coslice.agent.config import AgentConfig, buffer_socket
+from coslice.agent.convert import refusal_code
+from coslice.agent.group import ServedGroup
+from coslice.agent.host import AnonymousMemory, Gone
+from coslice.agent.members import Member, Members, OpenChannel, member_id
+from coslice.agent.processes import Process, owner, start_time
+from coslice.core import holdings as core
+from coslice.core.ids import GroupId, Incarnation, JobId, check_name
+from coslice.core.outcome import Rejected
+from coslice.sizes import format_size
+from coslice.wire.v1 import coslice_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+TOKEN_MAX = 200
+
+
+class RegistrationRefused(Exception):
+    def __init__(self, code: pb.Code.ValueType, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Registry:
+    def __init__(
+        self,
+        config: AgentConfig,
+        *,
+        members: Members,
+        groups: Mapping[GroupId, ServedGroup],
+        buffers: HostBuffers,
+        backend: Backend,
+        uid: int,
+        remember: Callable[[Member], None],
+    ) -> None:
+        """``uid``: the user whose processes may register. ``remember`` is told each new member's baseline."""
+        self._config, self._members, self._groups = config, members, groups
+        self._buffers, self._backend, self._uid, self._remember = buffers, backend, uid, remember
+
+    def by_token(self, token: str, pid: int) -> str | None:
+        """The buffer of who registered with this token, if that is the process that shows it."""
+        for member in self._members:
+            if member.pid == pid and same_token(member.token, token):
+                return member.buffer
+        return None
+
+    async def register(self, message: pb.Register, channel: OpenChannel) -> None:
+        """Makes the process behind the channel a member; raises ``RegistrationRefused``."""
+        self._check(message)
+        group, job = GroupId(message.group), JobId(message.job)
+        incarnation = self._incarnation(message)
+        known = self._members.get(group, member_id(job, incarnation, message.pid, message.start_time))
+        if known is not None:
+            return await self._again(known, message, channel)
+        self._check_incarnation(group, job, incarnation)
+        member = self._new(message, incarnation)
+        try:
+            await self._admit(member, channel)
+        except BaseException:
+            self._drop(member)
+            raise
+        return None
+
+    def remembered(
+        self, group: ServedGroup, job: JobId, stored: core.Member, incarnation: Incarnation, base: int
+    ) -> None:
+        """A member of the last agent instance: watched again if it lives, reported gone if not."""
+        try:
+            memory = AnonymousMemory(stored.pid)
+        except Gone:
+            group.gone(job, stored.id, f"process {stored.pid} ended while the agent was down")
+            return
+        member = Member(
+            id=stored.id,
+            job=job,
+            incarnation=incarnation,
+            group=group.id,
+            pid=stored.pid,
+            started=stored.start_time,
+            memory=memory,
+            state_bytes=stored.bytes,
+            need=stored.need,
+            parked=stored.parked,
+            baseline=base,
+        )
+        if not self._watch(member):
+            memory.close()
+            group.gone(job, stored.id, f"process {stored.pid} ended while the agent was down")
+
+    # ── checks ─────────────────────────────────────────────────────────────
+
+    def _check(self, message: pb.Register) -> None:
+        try:
+            check_name("job", message.job)
+            if message.group:
+                check_name("group", message.group)
+        except ValueError as error:
+            raise RegistrationRefused(pb.INVALID, str(error)) from None
+        if len(message.incarnation) > TOKEN_MAX or "/" in message.incarnation:
+            raise RegistrationRefused(
+                pb.INVALID, f"an incarnation is at most {TOKEN_MAX} characters, without '/'"
+            )
+        if min(message.state_bytes, message.need_bytes, message.parked_bytes) < 0:
+            raise RegistrationRefused(pb.INVALID, "sizes are bytes and cannot be negative")
+        if message.group and GroupId(message.group) not in self._groups:
+            known = ", ".join(sorted(self._groups)) or "none"
+            raise RegistrationRefused(
+                pb.UNKNOWN_GROUP, f"this agent serves no group {message.group!r}; it serves: {known}"
+            )
+        if start_time(message.pid) != message.start_time:
+            raise RegistrationRefused(
+                pb.INVALID,
+                f"there is no process {message.pid} with start time {message.start_time} on node "
+                f"{self._config.node}: register from the process itself, on the agent's own node",
+            )
+        if (found := owner(message.pid)) != self._uid:
+            raise RegistrationRefused(
+                pb.INVALID,
+                f"process {message.pid} belongs to user {found}, the agent to user {self._uid}: run both as one user",
+            )
+        self._check_device(message)
+
+    def _check_device(self, message: pb.Register) -> None:
+        device = message.device or "host"
+        group = self._groups.get(GroupId(message.group))
+        if device not in ("host", "cuda"):
+            raise RegistrationRefused(pb.INVALID, f"device is {device!r}: 'host' or 'cuda'")
+        if group is not None and group.devices.accelerator != device:
+            raise RegistrationRefused(
+                pb.INVALID,
+                f"group {group.id} shares a {group.devices.accelerator} device, the state is on {device!r}",
+            )
+
+    def _incarnation(self, message: pb.Register) -> Incarnation:
+        """Its token; a process without one joins the job's other processes without one, or is the first."""
+        if message.incarnation:
+            return Incarnation(message.incarnation)
+        for member in self._members.of_job(GroupId(message.group), JobId(message.job)):
+            if member.incarnation.startswith("self-"):
+                return member.incarnation
+        return Incarnation(f"self-{message.pid}-{message.start_time}")
+
+    def _check_incarnation(self, group: GroupId, job: JobId, incarnation: Incarnation) -> None:
+        for other in self._members.of_job(group, job):
+            if other.incarnation != incarnation and not other.has_ended:
+                raise RegistrationRefused(
+                    pb.JOB_RUNNING,
+                    f"job {job} runs already: process {other.pid} of another start of it is alive on node "
+                    f"{self._config.node}. Stop that one, or give this run another job name",
+                )
+
+    # ── taking it in ───────────────────────────────────────────────────────
+
+    def _new(self, message: pb.Register, incarnation: Incarnation) -> Member:
+        try:
+            memory = AnonymousMemory(message.pid)
+            state = 0 if message.parked else message.state_bytes
+            baseline = max(0, memory.measure(max(message.state_bytes, 1)) - state)
+        except Gone:
+            raise RegistrationRefused(pb.INVALID, f"process {message.pid} has ended") from None
+        job = JobId(message.job)
+        member = Member(
+            id=member_id(job, incarnation, message.pid, message.start_time),
+            job=job,
+            incarnation=incarnation,
+            group=GroupId(message.group),
+            pid=message.pid,
+            started=message.start_time,
+            memory=memory,
+            rank=message.rank,
+            state_bytes=message.state_bytes,
+            need=message.need_bytes,
+            parked=message.parked,
+            device=message.device or "host",
+            modes=tuple(message.modes) or ("offload",),
+            baseline=baseline,
+        )
+        if not self._watch(member):
+            memory.close()
+            raise RegistrationRefused(pb.INVALID, f"process {message.pid} has ended")
+        return member
+
+    def _watch(self, member: Member) -> bool:
+        member.process = Process.watch(member.pid, member.started, lambda: self._process_ended(member))
+        if member.process is None:
+            return False
+        self._members.add(member)
+        return True
+
+    async def _admit(self, member: Member, channel: OpenChannel) -> None:
+        group = self._groups.get(member.group)
+        if group is not None:
+            if not member.parked and member.state_bytes and not group.fits(member):
+                await self._park(member, group, channel)
+            await self._announce(member, group)
+            self._remember(member)
+        if channel.member is None:
+            self._open(member, channel)
+
+    async def _announce(self, member: Member, group: ServedGroup) -> None:
+        try:
+            await group.registered(member)
+        except Rejected as refusal:
+            raise RegistrationRefused(refusal_code(refusal.code), str(refusal)) from None
+
+    def _open(self, member: Member, channel: OpenChannel) -> None:
+        answer = pb.Registered(
+            member=member.id, buffer_socket=str(buffer_socket(self._config)), buffer_token=member.token
+        )
+        channel.send(pb.WorkloadCommand(registered=answer))
+        channel.member = member
+        member.attach(channel)
+
+    async def _park(self, member: Member, group: ServedGroup, channel: OpenChannel) -> None:
+        """Its state goes to host memory now: the device is another's, and it holds no lease to be there."""
+        size = format_size(member.state_bytes)
+        if member.state_bytes > group.devices.device_budget > 0:
+            raise RegistrationRefused(
+                pb.NO_ROOM,
+                f"{size} of state do not fit on the device of group {group.id}, which has "
+                f"{format_size(group.devices.device_budget)}: make the model smaller or raise the device budget",
+            )
+        self._open(member, channel)
+        try:
+            await self._backend.snapshot([member], op=f"{group.id}/admit/{member.pid}")
+        except MoveError as error:
+            raise RegistrationRefused(
+                pb.NO_ROOM,
+                f"{size} of state do not fit beside what is on the device of group {group.id}, and could not be set "
+                f"aside ({error}): acquire the group before creating state on it",
+            ) from None
+        log.info("job %s: %s registered while the device is another's; set aside", member.job, size)
+
+    async def _again(self, member: Member, message: pb.Register, channel: OpenChannel) -> None:
+        """The same process is back (its channel or this agent had gone); it says where its state is."""
+        changed = (member.state_bytes, member.need, member.parked) != (
+            message.state_bytes,
+            message.need_bytes,
+            message.parked,
+        )
+        member.state_bytes, member.need, member.parked = (
+            message.state_bytes,
+            message.need_bytes,
+            message.parked,
+        )
+        member.rank, member.device = message.rank, message.device or "host"
+        moving = member.moving
+        self._open(member, channel)
+        group = self._groups.get(member.group)
+        if group is not None and (not member.announced or (changed and not moving)):
+            await self._announce(member, group)
+
+    # ── letting go ─────────────────────────────────────────────────────────
+
+    def _process_ended(self, member: Member) -> None:
+        member.ended()
+        self._drop(member)
+        if (group := self._groups.get(member.group)) is not None:
+            group.gone(member.job, member.id, f"process {member.pid} ended")
+
+    def _drop(self, member: Member) -> None:
+        self._members.remove(member)
+        self._buffers.free(member.buffer)
+        member.close()
