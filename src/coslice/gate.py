@@ -147,7 +147,7 @@ class Gate:
         except OSError as error:
             raise ConfigError(
                 f"this process may not run on the accelerator's cores {sorted(self._cpus)} "
-                f"({error.strerror}): check COSLICE_ACCELERATOR_CPUS against the cores of this machine and of its container"
+                f"({error.strerror}): check COSLICE_ACCELERATOR_CPUS against the cores of this machine"
             ) from error
         self._pinned[thread] = before
 

@@ -15,7 +15,7 @@ ORCHESTRATOR = "COSLICE_ORCHESTRATOR"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientConfig:
     address: str | None = None
-    """host:port of the orchestrator; None: every call is a no-op."""
+    """``host:port`` or ``unix:path`` of the orchestrator; None: every call is a no-op."""
     job: str = ""
     groups: tuple[str, ...] = ()
     """Used where a call names none."""
@@ -39,7 +39,7 @@ class ClientConfig:
         if self.address is None:
             return
         host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit():
+        if not self.address.startswith("unix:") and not (host and port.isdigit()):
             raise ConfigError(f"{self.address!r} is no orchestrator address: use host:port ({ORCHESTRATOR})")
         if not self.job:
             raise ConfigError(

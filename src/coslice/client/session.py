@@ -193,7 +193,7 @@ class Session:
         if now >= claim.deadline:
             raise AcquireTimeout(
                 f"{', '.join(claim.groups)} not granted within {claim.deadline - claim.started:.3g} s; the "
-                f"place in the queue is given up. `coslice explain {claim.groups[0]}` says who holds it and why",
+                f"place in the queue is given up. `coslice explain {claim.groups[0]}` says why",
                 data={"groups": ",".join(claim.groups)},
             )
         return min(bound, claim.deadline) - now
