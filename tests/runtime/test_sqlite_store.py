@@ -42,7 +42,10 @@ def _start_writer(path: Path) -> "subprocess.Popen[str]":
 
 def _kill(writer: "subprocess.Popen[str]") -> str:
     writer.send_signal(signal.SIGKILL)
-    rest, _ = writer.communicate(timeout=30)
+    assert writer.stdout is not None
+    with writer.stdout as out:
+        rest = out.read()
+    writer.wait()
     return rest
 
 

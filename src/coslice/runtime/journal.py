@@ -5,7 +5,6 @@ written together once the loop has served what is ready; a crash can lose the la
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -57,7 +56,7 @@ class Journal:
         if self.path is None:
             return
         if self.path.exists():
-            _cut_torn_tail(self.path)
+            _mend(self.path)
         self._begin()
 
     def record(
@@ -162,22 +161,15 @@ def read_journal(path: str | Path) -> JournalFile:
     except OSError as error:
         raise ConfigError(f"cannot read the journal {path}: {error.strerror}") from error
     lines = data.split(b"\n")
-    tail = lines.pop()  # empty where the last line is whole
+    tail = lines.pop()  # empty unless the writer was cut off: a line is whole once it has its end
     records = [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    torn = bool(tail)
-    if torn:
-        with contextlib.suppress(msgspec.DecodeError):  # whole after all, only its end of line is missing
-            last = msgspec.json.decode(tail)
-            if isinstance(last, dict):
-                records.append(last)
-                torn = False
     if not records or _KEY not in records[0]:
         raise ConfigError(f"{path}, line 1: not a coslice journal (its first line has no {_KEY!r})")
     if records[0][_KEY] != FORMAT:
         raise ConfigError(
             f"{path}, line 1: journal format {records[0][_KEY]!r}, and this version of coslice reads {FORMAT}"
         )
-    return JournalFile(records[0], records[1:], torn)
+    return JournalFile(records[0], records[1:], torn=bool(tail))
 
 
 def _parse(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
@@ -190,12 +182,18 @@ def _parse(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
     return record
 
 
-def _cut_torn_tail(path: Path) -> None:
-    """Before going on with a file: what a crash left of its last line would spoil the next. Refuses other
+def _mend(path: Path) -> None:
+    """Before going on with a file: what a crash left of its last line would spoil the next. Refuses foreign
     files."""
-    if path.stat().st_size == 0:
-        return
-    journal = read_journal(path)
-    if journal.torn:
+    try:
         data = path.read_bytes()
-        os.truncate(path, data.rfind(b"\n") + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the journal {path}: {error.strerror}") from error
+    start = f'{{"{_KEY}":'.encode()
+    if b"\n" not in data and start.startswith(data[: len(start)]):  # the very first line was cut off
+        whole = 0
+    else:
+        read_journal(path)
+        whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)

@@ -63,7 +63,7 @@ class SqliteStore:
     """
 
     def __init__(self, path: str | Path, *, max_pages: int | None = None) -> None:
-        """``max_pages``: the file may not outgrow so many pages of 4 KiB; saves then fail as on a full disk."""
+        """``max_pages``: the file may not outgrow so many pages; saves then fail as on a full disk."""
         self.path = Path(path)
         self.max_pages = max_pages
         self.commits = 0
