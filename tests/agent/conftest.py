@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc.aio
 import pytest
-
 from agent.fake_orchestrator import PATIENCE, FakeOrchestrator
+
 from coslice.agent.app import AgentApp
 from coslice.agent.config import AgentConfig, GroupDevices
 from coslice.core.ids import GroupId, NodeId
@@ -84,7 +84,9 @@ class Node:
             await self.agent.wait_ready()
         return self.agent
 
-    async def workload(self, job: str, *flags: str, size: int = 100 * MIB, group: str = GROUP, wait: bool = True) -> Process:
+    async def workload(
+        self, job: str, *flags: str, size: int = 100 * MIB, group: str = GROUP, wait: bool = True
+    ) -> Process:
         assert self.agent is not None
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -1,10 +1,11 @@
 """A workload process for the agent's tests: real memory, real channel, no framework. Run it as a script.
 
-Its state is anonymous memory (``mmap``) filled with a pattern. On MoveOut it copies it into the agent's memory
-file and unmaps it; on MoveIn it maps it anew and copies it back, and checks the pattern. Misbehaviour is chosen
-with ``--lie`` (says Moved, frees nothing), ``--hang`` (never answers), ``--busy N`` (BUSY for the first N moves),
-``--die`` (exits on the first MoveOut), ``--refuse-back`` (MoveIn fails). Commands arrive as lines on stdin: ``grow N``,
-``use N`` (anonymous memory that is not state), ``drop``, ``reconnect``. Facts go out as JSON lines on stdout.
+Its state is anonymous memory (``mmap``) filled with a pattern. On MoveOut it copies it into the agent's
+memory file and unmaps it; on MoveIn it maps it anew, copies it back and checks the pattern. Misbehaviour
+is chosen with ``--lie`` (says Moved, frees nothing), ``--hang`` (never answers), ``--busy N`` (BUSY for
+the first N moves), ``--die`` (exits on the first MoveOut), ``--refuse-back`` (MoveIn fails). Commands
+arrive as lines on stdin: ``grow N``, ``use N`` (anonymous memory that is not state), ``drop``,
+``reconnect``. Facts go out as JSON lines on stdout.
 """
 
 import argparse
@@ -116,7 +117,9 @@ class Workload:
             os._exit(9)
         if self.busy > 0:
             self.busy -= 1
-            self.answer(failed=pb.MoveFailed(op=move.op, code=pb.BUSY, message="inside an accelerator section"))
+            self.answer(
+                failed=pb.MoveFailed(op=move.op, code=pb.BUSY, message="inside an accelerator section")
+            )
             return
         if self.state is not None and not self.options.lie:
             fd = self.buffer(self.size)

@@ -27,5 +27,8 @@ async def test_the_first_job_leaves_when_the_second_is_wanted_and_comes_back_int
     used = {member.job: member.device_bytes for member in status.members}
     assert used["job-a"] == pytest.approx(100 * MIB, rel=0.05)
     assert used["job-b"] < 5 * MIB
-    assert {member.job: member.host_bytes for member in status.members} == {"job-a": 100 * MIB, "job-b": 90 * MIB}
+    assert {member.job: member.host_bytes for member in status.members} == {
+        "job-a": 100 * MIB,
+        "job-b": 90 * MIB,
+    }
     assert agent.peak_device_bytes[GROUP] <= 160 * MIB

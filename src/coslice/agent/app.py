@@ -1,7 +1,7 @@
-"""The agent as one object: built from a configuration, started, stopped. The command line and the tests use it.
+"""The agent as one object: built from a configuration, started, stopped.
 
-Start: check the configuration, open what is ours alone (state, runtime directory), remember the processes of the
-last instance, serve, dial. Stop is the reverse, and leaves the processes and their memory alone.
+Start: check the configuration, open what is ours alone (state, runtime directory), remember the processes
+of the last instance, serve, dial. Stop is the reverse, and leaves the processes and their memory alone.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc.aio
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health
+from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 from msgspec.structs import replace
 
@@ -51,7 +51,7 @@ SERVER_OPTIONS = (
 
 
 class Baselines(msgspec.Struct):
-    """What each registered process had before its state, by ``Member.buffer``: cannot be measured again later."""
+    """What each process had before its state, by ``Member.buffer``: it cannot be measured again later."""
 
     bytes: dict[str, int] = {}
 
@@ -84,7 +84,7 @@ class AgentApp:
         return {group.id: group.sampler.peak for group in self.groups.values()}
 
     async def start(self) -> None:
-        """Raises ``ConfigError`` for what the configuration or the machine does not allow; nothing is left then."""
+        """Raises ``ConfigError`` for what configuration or machine do not allow; then nothing is left."""
         validate(self.config)
         try:
             await self._start()
@@ -192,7 +192,7 @@ class AgentApp:
         )
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_AgentServicer_to_server(service, server)
-        checks = health.HealthServicer()
+        checks = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         reflection.enable_server_reflection(
             (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
@@ -205,8 +205,8 @@ class AgentApp:
             port = 0
         if port == 0:
             raise ConfigError(
-                f"cannot listen on {self.config.listen}: another process (perhaps another agent) has the port, or the "
-                "address is not this node's. Stop the other, or choose another port (0 for any free one)"
+                f"cannot listen on {self.config.listen}: another process (perhaps another agent) has the "
+                "port, or the address is not this node's. Stop the other, or choose another port (0: any free one)"
             )
         await server.start()
         self._exits.push_async_callback(server.stop, 0.5)
@@ -229,7 +229,7 @@ class AgentApp:
         self._baselines_changed.set()
 
     async def _save_baselines(self) -> None:
-        """Beside the path of a registration: a lost baseline costs precision after a restart, not correctness."""
+        """Off a registration's path: a lost baseline costs precision after a restart, not correctness."""
         assert self._baseline_slot is not None
         while True:
             await self._baselines_changed.wait()
@@ -297,7 +297,7 @@ def _store(config: AgentConfig) -> Store:
 
 
 def _private_directory(path: str) -> Path:
-    """The directory, made if need be, and ours alone: it holds state and the socket that hands memory over."""
+    """Made if need be, and ours alone: it holds state, or the socket that hands memory over."""
     directory = Path(path)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

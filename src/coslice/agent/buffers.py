@@ -1,8 +1,10 @@
-"""Host buffers: memory files that hold what was moved off the device, one per member, charged to one budget.
+"""Host buffers: memory files that hold what was moved off the device, one per member, charged to one
+budget.
 
-The agent owns them, so saved state is counted and bounded in one place and outlives the agent's own restart (the
-workload keeps the file mapped and gives it back). A workload gets its file's descriptor over a unix socket in
-the runtime directory, after showing the token of its registration from the very process that registered.
+The agent owns them, so saved state is counted and bounded in one place and outlives the agent's own restart
+(the workload keeps the file mapped and gives it back). A workload gets its file's descriptor over a unix
+socket in the runtime directory, after showing the token of its registration from the very process that
+registered.
 
 A file only grows, and is kept between swaps: pages the system has given us once cost a tenth of fresh ones.
 Nothing here knows groups, swaps or what the bytes mean.
@@ -59,8 +61,9 @@ class HostBuffers:
         if lacking := self.missing(wanted):
             raise NoHostMemory(
                 f"host memory budget: {format_size(sum(wanted.values()))} of state do not fit, "
-                f"{format_size(self.used)} of {format_size(self.budget)} are in use and {format_size(lacking)} are "
-                "missing; raise the host budget (coslice up --host-memory) or share with fewer jobs"
+                f"{format_size(self.used)} of {format_size(self.budget)} are in use and "
+                f"{format_size(lacking)} are missing; raise the host budget "
+                "(coslice up --host-memory) or share with fewer jobs"
             )
 
     async def reserve(self, member: str, size: int) -> None:
@@ -87,7 +90,7 @@ class HostBuffers:
                 os.close(fd)
 
     def adopt(self, member: str, fd: int) -> None:
-        """Take back a file that a process kept over our restart. Charged, even beyond the budget: it exists."""
+        """Take back a file that a process kept over our restart. Charged beyond the budget too: it exists."""
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             raise ValueError("not a memory file of this user")
@@ -156,7 +159,7 @@ class BufferServer:
                     line, fds = await _receive(connection)
                 await self._answer(connection, line, fds)
             except (TimeoutError, OSError, ValueError) as error:
-                log.warning("buffer socket: dropped a request: %s", error or type(error).__name__)
+                log.warning("buffer socket: dropped a request: %r", error)
 
     async def _answer(self, connection: socket.socket, line: bytes, fds: list[int]) -> None:
         try:
@@ -172,7 +175,7 @@ class BufferServer:
             return _reply(
                 connection,
                 code="INVALID",
-                message="no registered process has this token and pid: register first, ask from the same process",
+                message="no registered process has this token and pid: register, then ask from that process",
             )
         if give:
             return self._take_back(connection, member, fds)
@@ -224,10 +227,10 @@ async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 async def _readable(connection: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_reader(connection, lambda: ready.done() or ready.set_result(None))
+    ready = asyncio.Event()
+    loop.add_reader(connection, ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
         loop.remove_reader(connection)
 

@@ -21,7 +21,7 @@ class GroupDevices(Struct, frozen=True, kw_only=True):
 
     group: GroupId
     device_budget: int
-    """Bytes that all jobs of the group together may use on the device of this node; cuda: 0 for all there is."""
+    """Bytes that all its jobs together may use on this node's device; cuda: 0 for all there is."""
     accelerator: str = "host"
     """``host`` (CPU cores and a memory budget) or ``cuda``."""
     cpus: tuple[int, ...] = ()
@@ -83,8 +83,8 @@ def validate(config: AgentConfig) -> None:
     host, _ = split_address(config.listen)
     if not is_loopback(host) and not config.allow_remote:
         raise ConfigError(
-            f"the agent would listen on {host!r}, but its callers are not authenticated: listen on 127.0.0.1, "
-            "or allow remote callers explicitly (allow_remote) on a network that you trust"
+            f"the agent would listen on {host!r}, but its callers are not authenticated: listen on "
+            "127.0.0.1, or allow remote callers explicitly (allow_remote) on a network that you trust"
         )
     if config.orchestrator is not None:
         split_address(config.orchestrator)
@@ -96,8 +96,8 @@ def validate(config: AgentConfig) -> None:
         raise ConfigError(f"on_stuck is {config.on_stuck!r}: choose 'kill' or 'wait'")
     if len(path := str(buffer_socket(config)).encode()) > UNIX_PATH_MAX:
         raise ConfigError(
-            f"runtime_dir {config.runtime_dir!r} is too long: a unix socket's path has at most {UNIX_PATH_MAX} bytes, "
-            f"this one {len(path)}; choose a shorter directory"
+            f"runtime_dir {config.runtime_dir!r} is too long: a unix socket's path has at most "
+            f"{UNIX_PATH_MAX} bytes, this one {len(path)}; choose a shorter directory"
         )
     _check_devices(config.groups)
 

@@ -1,7 +1,7 @@
 """Snapshot and restore for services that schedule themselves: jobs that registered without a group.
 
-Refuses jobs of orchestrated groups (their lock decides), and callers that name processes. Keeps nothing durable:
-where a job's state is, its processes say themselves when they register.
+Refuses jobs of orchestrated groups (their lock decides), and callers that name processes. Keeps nothing
+durable: where a job's state is, its processes say themselves when they register.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class DirectApi:
         if groups:
             raise DirectRefused(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"job {job} belongs to the orchestrated group {groups[0]}: its state moves when the group's lock "
+                f"job {job} belongs to the orchestrated group {groups[0]}: its state moves when its lock "
                 "changes hands (acquire and yield); to schedule it yourself, register it without a group",
             )
         members = self._members.of_job(NO_GROUP, JobId(job))

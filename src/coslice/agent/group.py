@@ -1,8 +1,8 @@
 """One group as this node serves it: the core's decisions on one side, processes and memory on the other.
 
-Owns the group's driver (over ``core.context``), carries its effects out through a backend, turns what happens to
-processes into events, and enforces the device budget. Who leaves, who comes and what a failure means is the
-core's business; how bytes move is the backend's.
+Owns the group's driver (over ``core.context``), carries its effects out through a backend, turns what
+happens to processes into events, and enforces the device budget. Who leaves, who comes and what a failure
+means is the core's business; how bytes move is the backend's.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from coslice.core import context as core
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.holdings import Holdings, NodeRules, facts, fits_beside, need_of, others
-from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, MemberId, OpId
+from coslice.core.ids import Epoch, Incarnation, JobId, MemberId, OpId
 from coslice.core.outcome import Rejected, Step
 from coslice.runtime.clock import Clock
 from coslice.runtime.driver import Driver, Stopped

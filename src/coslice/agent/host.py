@@ -3,9 +3,9 @@
 Used by the app channel to decide whether state really left, and by the sampler. Knows pids and files of
 ``/proc``, nothing of jobs. Memory files (host buffers) are shared memory and so do not count.
 
-Two sources. ``/proc/PID/statm`` (resident minus shared) costs microseconds, but the kernel keeps such counters
-per core and may read them without the cores' unflushed parts. ``smaps_rollup`` walks the page tables and is
-exact, at a cost that grows with the process. ``measure`` picks by what is at stake.
+Two sources. ``/proc/PID/statm`` (resident minus shared) costs microseconds, but the kernel keeps such
+counters per core and may read them without the cores' unflushed parts. ``smaps_rollup`` walks the page
+tables and is exact, at a cost that grows with the process. ``measure`` picks by what is at stake.
 """
 
 import os

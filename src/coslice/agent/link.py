@@ -1,14 +1,15 @@
 """The agent's stream to the orchestrator: dials it, says what this node holds, hands commands on.
 
-Dialling is gRPC's own (its connectivity wakes us, with its backoff); a stream that the orchestrator ends while the
-connection stands is opened again after a backoff of ours. While there is no stream reports are dropped: the hello
-of the next one carries everything we hold, and an orchestrator repeats commands it has no answer to.
+Dialling is gRPC's own (its connectivity wakes us, with its backoff); a stream that the orchestrator ends
+while the connection stands is opened again after a backoff of ours. While there is no stream reports are
+dropped: the hello of the next one carries everything we hold, and an orchestrator repeats commands it has
+no answer to.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
@@ -63,17 +64,17 @@ class Link:
                 # Many agents lose one orchestrator at once: they shall not return at once.
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
-    async def _attach(self, stub: rpc.OrchestratorStub) -> bool:
+    async def _attach(self, stub: "rpc.OrchestratorAsyncStub") -> bool:
         """One stream from hello to its end; True if the orchestrator took us."""
         outbox: asyncio.Queue[pb.AgentMessage] = asyncio.Queue()
-        call = stub.Attach()
+        self._outbox = outbox
+        outbox.put_nowait(
+            pb.AgentMessage(hello=self._hello())
+        )  # what follows from later states comes after it
+        call = stub.Attach(_messages(outbox))
         welcomed = False
-        writer = None
         try:
-            self._outbox = outbox  # before the hello is made: nothing that follows from a later state is lost
-            await call.write(pb.AgentMessage(hello=self._hello()))
-            writer = asyncio.create_task(_write(call, outbox), name="attach-writer")
-            while (command := await call.read()) is not grpc.aio.EOF:
+            async for command in call:
                 if command.HasField("welcome"):
                     welcomed = True
                     self._welcome(command.welcome)
@@ -83,13 +84,9 @@ class Link:
         except grpc.aio.AioRpcError as error:
             level = logging.INFO if error.code() is grpc.StatusCode.UNAVAILABLE else logging.WARNING
             log.log(level, "lost the orchestrator at %s: %s", self.address, error.details())
-        except asyncio.InvalidStateError:  # writing on a stream that has just ended
-            log.info("lost the orchestrator at %s", self.address)
         finally:
             self._outbox = None
             self.attached.clear()
-            if writer is not None:
-                writer.cancel()
             call.cancel()
         return welcomed
 
@@ -101,12 +98,6 @@ class Link:
         self.attached.set()
 
 
-async def _write(
-    call: "grpc.aio.StreamStreamCall[pb.AgentMessage, pb.AgentCommand]",
-    outbox: "asyncio.Queue[pb.AgentMessage]",
-) -> None:
-    try:
-        while True:
-            await call.write(await outbox.get())
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        return  # the reader tells
+async def _messages(outbox: "asyncio.Queue[pb.AgentMessage]") -> AsyncIterator[pb.AgentMessage]:
+    while True:
+        yield await outbox.get()

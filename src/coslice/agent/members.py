@@ -1,8 +1,8 @@
 """The processes that registered with this agent: what they are, how to reach them, what they use.
 
-Written by the service (registrations, answers) and read by backends, groups and the sampler. A member outlives
-its channel: a lost stream is a reason to wait for the process to come back, only its end (its pidfd) removes it.
-Decides nothing about who is on the device.
+Written by the service (registrations, answers) and read by backends, groups and the sampler. A member
+outlives its channel: a lost stream is a reason to wait for the process to come back, only its end (its
+pidfd) removes it. Decides nothing about who is on the device.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ class Member:
         return f"{self.group}/{self.id}"
 
     def usage(self) -> int:
-        """Bytes on the device now, above the baseline; 0 once the process has ended. Cheap, may be a little off."""
+        """Bytes on the device now, above the baseline; 0 once it has ended. Cheap, may be a little off."""
         try:
             return max(0, self.memory.fast() - self.baseline)
         except Gone:

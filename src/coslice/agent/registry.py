@@ -1,8 +1,9 @@
-"""Takes registrations: checks what a process says of itself, watches it, and puts it on the device or beside it.
+"""Takes registrations: checks what a process says of itself, watches it, and puts it on the device or
+beside it.
 
 Called by the service for each new channel, and by the app after a restart for processes that only the store
-remembers. A process whose state does not fit beside what is on the device is parked at once, before the group
-hears of it: nobody gets device memory by registering.
+remembers. A process whose state does not fit beside what is on the device is parked at once, before the
+group hears of it: nobody gets device memory by registering.
 """
 
 import logging
@@ -128,7 +129,7 @@ class Registry:
         if (found := owner(message.pid)) != self._uid:
             raise RegistrationRefused(
                 pb.INVALID,
-                f"process {message.pid} belongs to user {found}, the agent to user {self._uid}: run both as one user",
+                f"process {message.pid} is user {found}'s, the agent is user {self._uid}'s: use one user",
             )
         self._check_device(message)
 
@@ -230,7 +231,7 @@ class Registry:
             raise RegistrationRefused(
                 pb.NO_ROOM,
                 f"{size} of state do not fit on the device of group {group.id}, which has "
-                f"{format_size(group.devices.device_budget)}: make the model smaller or raise the device budget",
+                f"{format_size(group.devices.device_budget)}: use less or raise the device budget",
             )
         self._open(member, channel)
         try:
@@ -238,8 +239,8 @@ class Registry:
         except MoveError as error:
             raise RegistrationRefused(
                 pb.NO_ROOM,
-                f"{size} of state do not fit beside what is on the device of group {group.id}, and could not be set "
-                f"aside ({error}): acquire the group before creating state on it",
+                f"{size} of state do not fit beside what is on the device of group {group.id}, and could not "
+                f"be set aside ({error}): acquire the group before creating state on it",
             ) from None
         log.info("job %s: %s registered while the device is another's; set aside", member.job, size)
 

@@ -1,7 +1,8 @@
 """Watches how much of one group's device its jobs use, and what happens when they use more than there is.
 
-Nothing notifies of memory use: a cgroup could, but jobs are not ours to put in one. So it samples, about 20 times
-a second, and only while the group has members. A sample reads one open file a process, some microseconds.
+Nothing notifies of memory use: a cgroup could, but jobs are not ours to put in one. So it samples, about 20
+times a second, and only while the group has members. A sample reads one open file a process, some
+microseconds.
 
 It measures and tells; the group decides what a figure means and does the killing.
 """
@@ -15,7 +16,7 @@ from coslice.core.ids import GroupId, JobId
 from coslice.sizes import format_size
 
 OVER = 3
-"""A device that is over its budget in so many samples in a row is out of memory; one sample may be a transient."""
+"""So many samples in a row over the budget are out of memory; one may be a transient."""
 QUIET = 20
 """Samples between two reports of a job: each report is a durable event, and use wobbles."""
 NOTABLE = 4 << 20
@@ -103,7 +104,7 @@ class UsageSampler:
         self._quiet[job] = QUIET
 
     def _fail(self, usage: Counter[JobId]) -> None:
-        """As on a real device, the allocation that does not fit is what fails: its job is the one that grew."""
+        """As on a real device, the allocation that does not fit fails: its job is the one that grew."""
         candidates = sorted(job for job in usage if job in self._killable())
         if not candidates:
             return
@@ -111,6 +112,7 @@ class UsageSampler:
         shares = ", ".join(f"{job} {format_size(used)}" for job, used in sorted(usage.items()))
         self._out_of_memory(
             victim,
-            f"out of device memory: group {self._group} has {format_size(self._budget)} on this node and its jobs "
-            f"used {format_size(self.used)} ({shares}); {victim} had grown most. Use less, or raise the device budget",
+            f"out of device memory: group {self._group} has {format_size(self._budget)} on this node and its "
+            f"jobs used {format_size(self.used)} ({shares}); {victim} had grown most. Use less, or raise the "
+            "device budget",
         )

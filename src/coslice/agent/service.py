@@ -1,9 +1,11 @@
-"""The agent's gRPC face: workload channels, the direct API, status. Translates and hands on; decides nothing."""
+"""The agent's gRPC face: workload channels, the direct API, status. Translates and hands on; decides
+nothing.
+"""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -165,6 +167,6 @@ class AgentService(rpc.AgentServicer):
         return status
 
 
-async def _abort(context: "Context[object, object]", refusal: DirectRefused) -> NoReturn:
+async def _abort(context: "Context[Any, Any]", refusal: DirectRefused) -> NoReturn:
     await context.abort(refusal.status, str(refusal))
     raise AssertionError("abort raises")

@@ -1,1 +1,3 @@
-"""Ways to move state. ``base.Backend`` is the contract; each backend is one module here or an installed one."""
+"""Ways to move state. ``base.Backend`` is the contract; each backend is one module here or an installed
+one.
+"""

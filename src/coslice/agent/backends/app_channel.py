@@ -1,8 +1,9 @@
-"""The app channel: the workload process moves its own state when the agent asks it to, and the agent measures.
+"""The app channel: the workload process moves its own state when the agent asks it to, and the agent
+measures.
 
 A snapshot counts only if the members' memory fell by at least 95 % of what they registered: the word of a
-process is not enough (engines were seen to answer success and free nothing). On any failure those that moved
-are moved back, so a failed snapshot leaves the job as it was.
+process is not enough (engines were seen to answer success and free nothing). On any failure those that
+moved are moved back, so a failed snapshot leaves the job as it was.
 """
 
 import asyncio
@@ -115,7 +116,7 @@ class AppChannelBackend:
         return await member.move(move.op, pb.WorkloadCommand(move_in=move), timeout=self._timeout)
 
     async def _roll_back(self, members: Sequence[Member], op: str) -> None:
-        """Bring back what left. One that never answered may have moved too: its late answer is told to go back."""
+        """Bring back what left. One that never answered may move yet: its late answer is told to go back."""
         back = [member for member in members if member.parked]
         results = await asyncio.gather(
             *(self._move_in(member, f"{op}/rollback") for member in back), return_exceptions=True
@@ -143,8 +144,8 @@ class AppChannelBackend:
         raise MoveError(
             f"memory fell by {format_size(sum(fallen))}, {format_size(ENOUGH * sum(wanted))} of "
             f"{format_size(sum(wanted))} registered must leave: process {members[worst].pid} freed "
-            f"{format_size(fallen[worst])} of {format_size(wanted[worst])}; something else keeps the state alive "
-            "(another reference to its storage, or an allocator that does not give memory back)",
+            f"{format_size(fallen[worst])} of {format_size(wanted[worst])}; something else keeps the "
+            "state alive (another reference to its storage, or an allocator that does not give memory back)",
             pid=members[worst].pid,
         )
 
@@ -157,7 +158,7 @@ def _measure(member: Member) -> int:
 
 
 def _fall(member: Member, answer: pb.Moved) -> int:
-    """By how many bytes the member's use of the device fell. On cuda these are the allocator's own figures."""
+    """By how many bytes its use of the device fell. On cuda these are the allocator's own figures."""
     if member.device == "cuda":
         return answer.device_bytes_before - answer.device_bytes_after
     return member.full - _measure(member)

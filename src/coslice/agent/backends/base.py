@@ -1,7 +1,7 @@
 """What a backend is: a way to move one job's state between a device and host memory on this node.
 
-Groups and the direct API call it; it is handed members and never asks who should run. A backend is one file and
-one entry point (``coslice.backends``); it knows no other backend.
+Groups and the direct API call it; it is handed members and never asks who should run. A backend is one file
+and one entry point (``coslice.backends``); it knows no other backend.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ class Presence(Struct, frozen=True, kw_only=True):
 class MoveError(Exception):
     """State could not be moved; the message has pid and figures.
 
-    ``busy``: in use. ``no_room``: host memory does not suffice. Either way nothing was touched. ``lost``: trying again
-    cannot help. ``pid``: who is at fault; 0: nobody.
+    ``busy``: in use. ``no_room``: host memory does not suffice. Either way nothing was touched.
+    ``lost``: trying again cannot help. ``pid``: who is at fault; 0: nobody.
     """
 
     def __init__(
