@@ -2,7 +2,7 @@
 
 ``step`` is called by the orchestrator's driver, the simulator, the property tests and the explorer, with one
 event at a time. It is pure: store the state it returns, then carry out the effects in order. It decides about
-the lock only; what has to leave a device is the agents' decision. Sockets, clocks and stores are unknown here.
+the lock only; what has to leave a device is the agents' decision. It knows no sockets, clocks and stores.
 
 ::
 
@@ -71,7 +71,7 @@ __all__ = [
 def new_group(
     id: GroupId, *, nodes: Sequence[NodeId] = (), rules: GroupRules | None = None, at: float = 0.0
 ) -> Group:
-    """A group that nobody has used. Nodes named here have ``node_loss`` seconds to attach; others may join."""
+    """A group nobody has used. Nodes named here have ``node_loss`` seconds to attach; others may join."""
     views = tuple(NodeView(node=n, detached_at=at) for n in sorted(set(nodes)))
     return Group(id=id, rules=rules or GroupRules(), views=views, since=at)
 
@@ -250,8 +250,6 @@ def _on_forgotten(turn: Turn, job: JobId) -> None:
             jobs=tuple(r for r in turn.group.jobs if r.job != job),
             lost=tuple(s for s in turn.group.lost if s.session not in gone),
         )
-    if turn.group.occupancy == Resident(job=job):
-        swap.review_rest(turn, was_there=True)
 
 
 def _advance(turn: Turn, policy: Policy) -> None:

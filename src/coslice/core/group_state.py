@@ -114,7 +114,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
     attached: bool = False
     detached_at: float = 0.0
     outstanding: Epoch = Epoch(0)
-    """The last command sent that has not been answered: until it is, the facts may be about to change. 0: none."""
+    """The last command not answered yet: until it is, the facts may be about to change. 0: none."""
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -222,7 +222,7 @@ def is_lost(group: Group, session: SessionId) -> bool:
 
 
 def has_live_ask(group: Group, waiter: Waiter) -> bool:
-    """Is somebody there to take a grant? A waiter whose sessions are all lost keeps its place, passed over."""
+    """Is somebody there to take a grant? A waiter whose sessions are all lost is passed over for now."""
     return not group.lost or any(not is_lost(group, a.session) for a in waiter.asks)
 
 

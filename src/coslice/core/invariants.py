@@ -1,7 +1,7 @@
 """What must hold of a group's lock, always. Called after every step by tests, the simulator and debug mode.
 
-The numbers are those of the design's list of invariants. Each check is written against the state and the step,
-not against the code that made them. Raises ``InvariantBroken``; of one node's holdings see
+The numbers are those of the design's list of invariants. Each check is written against the state and the
+step, not against the code that made them. Raises ``InvariantBroken``; of one node's holdings see
 ``core.invariants_node``.
 """
 

@@ -69,7 +69,7 @@ def describe(group: Group, now: float) -> list[str]:
             lines = ["The lock is free and nobody's state is known to be on the accelerators."]
         case Resident(job=job):
             lines = [
-                f"The lock is free; the state of {job} was there last and stays until somebody needs the room."
+                f"The lock is free; the state of {job} was there last and stays while nobody needs the room."
             ]
         case Held() as held:
             lines = [_holding(held, now)]
@@ -111,8 +111,8 @@ def _swapping(group: Group, swap: Swapping, now: float) -> list[str]:
     place = f" in the place of {swap.outgoing}" if swap.outgoing else ""
     whose = "" if swap.waiter is not None else " (its callers left)"
     line = (
-        f"{swap.incoming}{whose} is being made resident{place} since {now - swap.since:.1f} s, epoch {swap.epoch}; "
-        f"waiting for {names(swap.pending)}"
+        f"{swap.incoming}{whose} is being made resident{place}, for {now - swap.since:.1f} s now; "
+        f"epoch {swap.epoch}, waiting for {names(swap.pending)}"
     )
     details = []
     for node in swap.pending:
@@ -138,7 +138,7 @@ def _missing_nodes(group: Group, now: float) -> list[str]:
 def _place(group: Group, waiter: Waiter, place: int, now: float) -> str:
     ahead = names(w.job for w in group.waiters[:place])
     behind = f", behind {ahead}" if place else ", at the head of the queue"
-    return f"{waiter.job} waits for {group.id} since {now - waiter.since:.1f} s{behind}."
+    return f"{waiter.job} has waited for {group.id} for {now - waiter.since:.1f} s{behind}."
 
 
 def _left(deadline: float, now: float) -> str:

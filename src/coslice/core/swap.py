@@ -40,9 +40,9 @@ from coslice.core.turn import Turn
 def needs_command(view: NodeView, job: JobId, *, last: JobId | None) -> bool:
     """Must the node's agent be asked before ``job`` may run there?
 
-    Not if it is connected, has answered all we asked, and either says that the job is loaded, or says that the
-    device is empty and nobody else held the lock last. (The word of an agent may be older than what the last
-    holder did to the device, and than what a command under way is doing to it.)
+    Not if it is connected, has answered all we asked, and either says that the job is loaded, or says that
+    the device is empty and nobody else held the lock last. (The word of an agent may be older than what the
+    last holder did to the device, and than what a command under way is doing to it.)
     """
     context = context_of(view, job)
     if not view.attached or view.outstanding or (context is not None and context.state in PARKED):
@@ -122,7 +122,8 @@ def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
     turn.say(
         ReasonCode.NODE_READY,
         f"{swap.incoming} is resident on {event.node}: "
-        f"{size(event.bytes_out)} out, {size(event.bytes_in)} in, {event.seconds:.3f} s{f' ({event.reason})' if event.reason else ''}",
+        f"{size(event.bytes_out)} out, {size(event.bytes_in)} in, {event.seconds:.3f} s"
+        f"{f' ({event.reason})' if event.reason else ''}",
     )
     finish_if_done(turn)
 
@@ -314,24 +315,23 @@ def _command(turn: Turn, now: Swapping | Held, nodes: tuple[NodeId, ...]) -> Non
 def _answered(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> None:
     """The node did what it was told last, or could not: its facts stand again.
 
-    A failure without facts leaves it open what is on the device, so that the next grant asks the agent. A success
-    without facts says that the job is loaded; whoever else was is then taken for parked, which the next grant to
-    it will ask about.
+    A failure without facts leaves it open what is on the device, so that the next grant asks the agent. A
+    success without facts says that the job is loaded; whoever else was is then taken for parked, which the
+    next grant to it will ask about.
     """
     view = view_of(turn.group, event.node)
     if view is None or not view.outstanding or event.op != op_id(turn.group.id, view.outstanding, event.node):
         return
     if event.facts is None:
-        if isinstance(event, ev.OpFailed):
+        now = turn.group.occupancy
+        if isinstance(event, ev.OpFailed) or not isinstance(now, Swapping) or now.epoch != view.outstanding:
             return
-        job = occupant(turn.group)
-        view = replace(
-            view, facts=replace(view.facts, contexts=tuple(_assumed(c, job) for c in view.facts.contexts))
-        )
+        contexts = tuple(_assumed(c, now.incoming) for c in view.facts.contexts)
+        view = replace(view, facts=replace(view.facts, contexts=contexts))
     turn.put_view(replace(view, outstanding=Epoch(0)))
 
 
-def _assumed(context: ContextFact, loaded: JobId | None) -> ContextFact:
+def _assumed(context: ContextFact, loaded: JobId) -> ContextFact:
     if context.job == loaded:
         return replace(context, state=ContextState.LIVE)
     return replace(context, state=ContextState.SAVED) if context.state in ON_DEVICE else context

@@ -1,8 +1,8 @@
 """Who goes next: the shape of the question and of the answer.
 
 A policy is a pure function of the queue. The group calls it only when its lock is free, only with waiters
-that may be granted now (connected, not faulted, not blocked), and never with none. It does not know the lock, the
-nodes or the clock.
+that may be granted now (connected, not faulted, not blocked), and never with none. It does not know the
+lock, the nodes or the clock.
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,6 @@ class Policy(Protocol):
     def choose(self, waiters: Sequence[Waiter], *, resident: JobId | None, now: float) -> Choice:
         """Choose one of ``waiters`` (never empty, in the order of the queue).
 
-        ``resident``: the job whose state was on the accelerators last; ``now``: the driver's clock in seconds.
+        ``resident``: whose state was on the accelerators last; ``now``: the driver's clock in seconds.
         """
         ...
