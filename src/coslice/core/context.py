@@ -1,6 +1,6 @@
 """What one node does for one group: hears commands, processes and measurements, and says what shall move.
 
-Called by the agent's driver (and by simulator and tests) with one event at a time. This module dispatches, and
+Called by the agent's driver (and by simulator and tests) with one event at a time. This module dispatches and
 hears commands, time, measurements and the backend's answers; ``core.node_members`` hears processes come and
 go, ``core.node_swap`` takes the operation on, ``core.holdings`` has the structs. None of them knows who holds
 the lock, who waits, or how bytes are moved.

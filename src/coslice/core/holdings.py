@@ -292,8 +292,11 @@ def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
                 ContextState.LEAVING,
                 f"on the device beside {names}, without room for all: the next grant makes it",
             )
-        case Leaving(reason=reason):
+        case Leaving(stuck_since=None, reason=reason):
             return ContextState.LEAVING, reason
+        case Leaving(reason=reason):
+            grace = holdings.rules.stuck_grace
+            return ContextState.LEAVING, f"stuck: {reason}; unless it leaves within {grace:g} s it is killed"
         case Saved():
             return ContextState.SAVED, ""
         case Returning(reason=reason):

@@ -58,8 +58,8 @@ def _ends_with(turn: NodeTurn, context: Context, event: ev.MemberRegistered) -> 
     if seen := [m for m in context.members if m.seen]:
         raise Rejected(
             fx.RefuseCode.JOB_RUNNING,
-            f"process {event.pid} belongs to another start of {event.job}, which still runs as process "
-            f"{seen[0].pid}: wait for it to end, or give this run its own job name",
+            f"process {event.pid} is of another start of {event.job}, which runs as {seen[0].pid}: "
+            "wait for it to end, or give this run its own job name",
             pid=str(seen[0].pid),
         )
     if not isinstance(context.place, Lost):

@@ -204,12 +204,12 @@ def try_snapshot(
     touched: bool,
     stuck_since: float | None = None,
 ) -> None:
-    before = context.place
+    before, rules = context.place, turn.holdings.rules
     place = Leaving(
         of=tuple(m.id for m in context.members),
         attempt=attempt,
         effort=Effort.TRYING,
-        until=turn.at + turn.holdings.rules.snapshot_timeout,
+        until=turn.at + rules.snapshot_timeout if stuck_since is None else stuck_since + rules.stuck_grace,
         stuck_since=stuck_since,
         touched=touched,
         reason=before.reason if isinstance(before, Leaving) else "",
@@ -246,11 +246,9 @@ def snapshot_failed(
         return fail(turn, op, ReasonCode.BLOCKED, text, culprit=context.job, stuck=True, pid=_pid(context))
     since = turn.at if place.stuck_since is None else place.stuck_since
     left = since + rules.stuck_grace - turn.at
-    place = replace(
-        place, stuck_since=since, reason=f"stuck: {reason}; killed {rules.stuck_grace:g} s after it began"
-    )
+    place = replace(place, stuck_since=since)
     if left <= 0:
-        return kill(turn, context, replace(place, reason=reason))
+        return kill(turn, context, place)
     turn.say(
         ReasonCode.BLOCKED, f"{context.job} does not leave the device: {reason}; it is killed in {left:.0f} s"
     )
@@ -269,10 +267,10 @@ def leaving_overdue(turn: NodeTurn, context: Context, place: Leaving) -> None:
     assert op is not None
     grace_over = place.stuck_since is not None and turn.at >= place.stuck_since + rules.stuck_grace
     match place.effort:
+        case Effort.TRYING | Effort.PAUSING if grace_over:
+            return kill(turn, context, place)
         case Effort.TRYING:
             return snapshot_failed(turn, context, place, f"no answer within {rules.snapshot_timeout:g} s")
-        case Effort.PAUSING if grace_over:
-            return kill(turn, context, place)
         case Effort.PAUSING:
             again = replace(context, place=place)
             next_attempt = place.attempt + 1
