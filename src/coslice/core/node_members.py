@@ -52,7 +52,7 @@ def _begun(event: ev.MemberRegistered, member: Member) -> Context:
 
 
 def _ends_with(turn: NodeTurn, context: Context, event: ev.MemberRegistered) -> bool:
-    """Does this registration replace what we have? Raises ``Rejected`` while another start of the job runs."""
+    """Does this registration replace what we have? ``Rejected`` while another start of the job runs."""
     if context.incarnation == event.incarnation:
         return isinstance(context.place, Lost)
     if seen := [m for m in context.members if m.seen]:
