@@ -72,25 +72,43 @@ async def test_an_unconfirmed_grant_is_taken_back(world: World) -> None:
     await a.until("pool", _idle)
 
 
-async def test_a_killed_waiter_is_passed_over_then_removed(world: World) -> None:
-    await world.start(session_grace=0.5)
+async def test_a_killed_waiter_keeps_its_place_and_is_passed_over(world: World) -> None:
+    await world.start(session_grace=3600)
     await world.agent()
     a, b, c = [await world.client(job) for job in ("job-a", "job-b", "job-c")]
     held = await a.acquire("pool")
-    await b.ask("pool")
+    wants_b = await b.ask("pool")
     await a.until("pool", lambda group: len(group.waiters) == 1)
     wants_c = await c.ask("pool")
     await a.until("pool", lambda group: len(group.waiters) == 2)
     b.kill()
-    await b.ended.wait()
-    await a.until("pool", lambda group: "passed over" in group.waiters[0].reason)
+    status = await a.until("pool", lambda group: "passed over" in group.waiters[0].reason)
+    assert [waiter.job for waiter in status.waiters] == ["job-b", "job-c"]
     await a.yielded(held)
-    await c.yielded(await c.granted(wants_c))
-    await a.until("pool", _idle)
+    theirs = await c.granted(wants_c)
+    status = await a.group("pool")
+    assert [waiter.job for waiter in status.waiters] == ["job-b"]
+    await b.ended.wait()
+    await b.connect()
+    await b.ask("pool", request=wants_b)
+    await c.yielded(theirs)
+    assert await b.granted(wants_b)
+
+
+async def test_a_killed_waiter_is_removed_after_its_grace(world: World) -> None:
+    await world.start(session_grace=0.1)
+    await world.agent()
+    a, b = await world.client("job-a"), await world.client("job-b")
+    await a.acquire("pool")
+    await b.ask("pool")
+    await a.until("pool", lambda group: len(group.waiters) == 1)
+    b.kill()
+    status = await a.until("pool", lambda group: not group.waiters)
+    assert status.state == "held"
 
 
 async def test_a_killed_holder_keeps_its_lease_for_the_grace_only(world: World) -> None:
-    await world.start(session_grace=0.5)
+    await world.start(session_grace=0.1)
     await world.agent()
     a, b = await world.client("job-a"), await world.client("job-b")
     await a.acquire("pool")
@@ -199,4 +217,3 @@ async def test_notes_reach_the_journal(world: World, tmp_path: Path) -> None:
     kinds = [record["event"]["type"] for record in records if "event" in record]
     assert "AcquireRequested" in kinds
     assert "LeaseYielded" in kinds
-

@@ -3,7 +3,6 @@
 from orchestrator.world import World
 
 
-
 async def test_two_sessions_take_turns(world: World) -> None:
     await world.start()
     agent = await world.agent()

@@ -3,10 +3,11 @@
 from contextlib import AsyncExitStack
 from typing import Any
 
+from orchestrator.raw_client import RawClient
+
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
 from coslice.testing.fake_agent import FakeAgent
-from orchestrator.raw_client import RawClient
 
 
 class World:

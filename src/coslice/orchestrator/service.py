@@ -198,27 +198,31 @@ async def _first(messages: AsyncIterator[In], timeout: float) -> In | None:
 async def _serve(outbox: Outbox[Out], context: Context, hearing: Coroutine[None, None, None]) -> None:
     """Write what is in the outbox and hear what comes, until either side ends."""
     reader = asyncio.create_task(hearing)
+    reader.add_done_callback(_report)
     reader.add_done_callback(lambda _: outbox.close(End()))
     try:
-        await _drain(outbox, context)
+        async for message in outbox:
+            await context.write(message)
     finally:
         reader.cancel()
-        _report(reader)
+    await asyncio.wait([reader])  # it must not read from an rpc that is over
+    await _finish(outbox, context)
 
 
 async def _drain(outbox: Outbox[Out], context: Context) -> None:
+    """Write the rest of a closed outbox, and end the rpc as it says."""
     async for message in outbox:
         await context.write(message)
+    await _finish(outbox, context)
+
+
+async def _finish(outbox: Outbox[Out], context: Context) -> None:
     if outbox.end.status is not grpc.StatusCode.OK:
         await context.abort(outbox.end.status, outbox.end.message)
 
 
 def _report(reader: "asyncio.Task[None]") -> None:
     """An error of ours in a reader must not vanish with its stream."""
-
-    def ended(task: "asyncio.Task[None]") -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, grpc.aio.AioRpcError | grpc.aio.UsageError):
-            log.error("a stream ended by an error of the orchestrator: %s", error, exc_info=error)
-
-    reader.add_done_callback(ended)
+    error = None if reader.cancelled() else reader.exception()
+    if error is not None and not isinstance(error, grpc.aio.AioRpcError | grpc.aio.UsageError):
+        log.error("a stream ended by an error of the orchestrator: %s", error, exc_info=error)

@@ -166,7 +166,9 @@ class FakeAgent:
 
     async def _attach(self) -> None:
         async with grpc.aio.insecure_channel(self._orchestrator) as channel:
-            stub: Any = pb_grpc.OrchestratorStub(channel)  # the stubs want an iterator, which aio does not need
+            stub: Any = pb_grpc.OrchestratorStub(
+                channel
+            )  # the stubs want an iterator, which aio does not need
             self._stream = stream = stub.Attach()
             outgoing: asyncio.Queue[pb.AgentMessage] = asyncio.Queue()
             self._outgoing = outgoing

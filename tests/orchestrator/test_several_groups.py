@@ -1,0 +1,137 @@
+"""One request for several groups: all or nothing, in the global order."""
+
+import asyncio
+
+from orchestrator.raw_client import RawClient
+from orchestrator.world import World
+
+from coslice.orchestrator.config import GroupConfig
+from coslice.testing.fake_agent import failing
+from coslice.wire.v1 import coslice_pb2 as pb
+
+TWO = (GroupConfig(id="samplers", rank=1), GroupConfig(id="trainers", rank=0))
+NAMES = ("samplers", "trainers")
+
+
+def _free(group: pb.GroupStatus) -> bool:
+    return group.state in ("empty", "resident") and not group.waiters
+
+
+async def test_both_are_granted_in_one_answer_and_yielded_in_one(world: World) -> None:
+    await world.start(groups=TWO)
+    await world.agent(groups=NAMES)
+    a = await world.client("job-a")
+    granted = await a.acquire(*NAMES)
+    assert [lease.group for lease in granted.leases] == ["trainers", "samplers"]
+    await a.yielded(granted)
+    for name in NAMES:
+        await a.until(name, _free)
+
+
+async def test_the_first_is_kept_while_the_second_is_waited_for(world: World) -> None:
+    await world.start(groups=TWO)
+    await world.agent(groups=NAMES)
+    a, b = await world.client("job-a"), await world.client("job-b")
+    held = await b.acquire("samplers")
+    wants = await a.ask(*NAMES)
+    await a.until("samplers", lambda group: len(group.waiters) == 1)
+    assert (await a.group("trainers")).job == "job-a"
+    assert not a.answered(wants)
+    await b.yielded(held)
+    assert len((await a.granted(wants)).leases) == 2
+
+
+async def test_opposite_orders_do_not_deadlock(world: World) -> None:
+    await world.start(groups=TWO)
+    await world.agent(groups=NAMES)
+    a, b = await world.client("job-a"), await world.client("job-b")
+
+    async def take(client: RawClient, *names: str) -> None:
+        for _ in range(10):
+            await client.yielded(await client.acquire(*names))
+
+    await asyncio.gather(take(a, *NAMES), take(b, *reversed(NAMES)))
+
+
+async def test_abandoning_while_half_is_taken_gives_back_that_half(world: World) -> None:
+    await world.start(groups=TWO)
+    await world.agent(groups=NAMES)
+    a, b = await world.client("job-a"), await world.client("job-b")
+    held = await b.acquire("samplers")
+    wants = await a.ask(*NAMES)
+    await a.until("samplers", lambda group: len(group.waiters) == 1)
+    await a.abandon(wants)
+    await a.until("trainers", _free)
+    await a.until("samplers", lambda group: not group.waiters)
+    await b.yielded(held)
+    await b.yielded(await b.acquire(*NAMES))
+    assert not a.answered(wants)
+
+
+async def test_a_refusal_of_one_gives_back_the_other(world: World) -> None:
+    await world.start(groups=TWO)
+    await world.agent(node="n0", groups=("trainers",))
+    await world.agent(node="n1", groups=("samplers",), behaviour=failing(culprit="job-a"))
+    a, b = await world.client("job-a"), await world.client("job-b")
+    await b.yielded(await b.acquire("samplers"))
+    refused = await a.refused(await a.ask(*NAMES))
+    assert refused.code == pb.JOB_FAULTED
+    for name in NAMES:
+        await a.until(name, _free)
+
+
+async def test_a_goodbye_gives_back_what_was_taken(world: World) -> None:
+    await world.start(groups=TWO, session_grace=3600)
+    await world.agent(groups=NAMES)
+    a, b = await world.client("job-a"), await world.client("job-b")
+    held = await b.acquire("samplers")
+    await a.ask(*NAMES)
+    await b.until("samplers", lambda group: len(group.waiters) == 1)
+    await a.goodbye()
+    await b.until("trainers", _free)
+    await b.yielded(held)
+    await b.until("samplers", _free)
+
+
+async def test_the_answer_survives_a_lost_stream(world: World) -> None:
+    await world.start(groups=TWO, session_grace=3600)
+    await world.agent(groups=NAMES)
+    a, b = await world.client("job-a"), await world.client("job-b")
+    held = await b.acquire("samplers")
+    wants = await a.ask(*NAMES)
+    await b.until("samplers", lambda group: len(group.waiters) == 1)
+    a.kill()
+    await a.ended.wait()
+    await b.yielded(held)
+    await a.connect()
+    await a.ask(*NAMES, request=wants)
+    assert len((await a.granted(wants)).leases) == 2
+
+
+async def test_a_restart_in_the_middle_takes_it_up_again(world: World, store: str) -> None:
+    await world.start(groups=TWO, session_grace=3600, store=store)
+    await world.agent(groups=NAMES)
+    a, b = await world.client("job-a"), await world.client("job-b")
+    held = await b.acquire("samplers")
+    wants = await a.ask(*NAMES)
+    await b.until("samplers", lambda group: len(group.waiters) == 1)
+    await world.restart()
+    await a.connect()
+    await b.connect()
+    await a.ask(*NAMES, request=wants)
+    await b.yielded(held)
+    assert len((await a.granted(wants)).leases) == 2
+
+
+async def test_a_lease_lost_while_waiting_for_the_other_ends_the_request(world: World) -> None:
+    await world.start(groups=TWO, max_hold=0.1)
+    await world.agent(groups=NAMES)
+    a, b, c = [await world.client(job) for job in ("job-a", "job-b", "job-c")]
+    held = await b.acquire("samplers")
+    wants = await a.ask(*NAMES)
+    await b.until("trainers", lambda group: group.job == "job-a")
+    assert held
+    theirs = await c.granted(await c.ask("trainers"))
+    assert theirs.leases[0].group == "trainers"
+    await a.refused(wants)
+    await b.until("samplers", lambda group: all(waiter.job != "job-a" for waiter in group.waiters))
