@@ -48,10 +48,8 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
         self.silent = False
         """Streams are taken and never answered."""
         self._break_after: list[str] = []
-        self._gone: dict[str, str] = {}
         self._asks: dict[str, list[str]] = {}
         """Groups of a request, in the order in which they are taken."""
-        self._yielded: set[str] = set()
         self._streams: dict[str, SimpleQueue[pb.ServerMessage | None]] = {}
         self._server: grpc.Server | None = None
         self.port = 0
@@ -180,8 +178,9 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
         with self.changed:
             self.hellos.append(hello)
             self._saw("hello", hello)
-            if self.silent:
-                return_never: SimpleQueue[None] = SimpleQueue()
+            silent = self.silent
+            if silent:
+                pass
             elif self.refuse_hello is not None:
                 stream.put(pb.ServerMessage(refused=self.refuse_hello))
                 return
@@ -193,9 +192,9 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
                     if lock.holder is not None and lock.holder[0] == hello.session
                 ]
                 stream.put(pb.ServerMessage(welcome=pb.Welcome(orchestrator="fake", held=held)))
-        if self.silent:
-            return_never.get(timeout=BOUND)
         for message in messages:
+            if silent:
+                continue
             kind = message.WhichOneof("kind")
             content = getattr(message, kind)
             with self.changed:

@@ -132,7 +132,7 @@ class AioLink:
         while True:
             if await self._read_one():
                 backoff.reset()
-            if self._closing.is_set() or self._session.idle or self._session.rejected is not None:
+            if self._closing.is_set() or self._session.idle:
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), backoff.next())
@@ -151,7 +151,7 @@ class AioLink:
                     self._session.received(message)
                     self._flush()
                     welcomed = welcomed or self._session.welcomed
-                    if self._session.rejected is not None:
+                    if self._session.rejected:
                         break
             except grpc.aio.AioRpcError as error:
                 trouble = trouble_of(error)

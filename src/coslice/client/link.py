@@ -215,7 +215,7 @@ class Link:
             if self._read_one():
                 backoff.reset()
             with self._locked() as session:
-                if self._closing.is_set() or session.idle or session.rejected is not None:
+                if self._closing.is_set() or session.idle:
                     self._thread = None
                     self._ended.set()
                     return
@@ -236,7 +236,7 @@ class Link:
                 with self._locked() as session:
                     session.received(message)
                     welcomed = welcomed or session.welcomed
-                    if session.rejected is not None:
+                    if session.rejected:
                         break
         except grpc.RpcError as error:
             trouble = trouble_of(error)

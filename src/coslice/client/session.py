@@ -98,8 +98,8 @@ class Session:
         """A stream takes our messages."""
         self.welcomed = False
         """The orchestrator answered on it."""
-        self.rejected: CosliceError | None = None
-        """The orchestrator refused the session itself."""
+        self.rejected = False
+        """The orchestrator refused the session itself: this stream is of no more use."""
         self.trouble = ""
         """What the last stream failed of."""
         self.outgoing: list[pb.ClientMessage] = []
@@ -215,11 +215,10 @@ class Session:
     def connecting(self, *, now: float) -> None:
         """A transport begins to look for the orchestrator."""
         self._down_since = now
-        self.rejected = None
 
     def opened(self) -> None:
         """A new stream takes messages: say everything that the orchestrator may not know."""
-        self.open = True
+        self.open, self.rejected = True, False
         say = [pb.ClientMessage(hello=self.hello)]
         say += [pb.ClientMessage(abandon=abandon) for abandon in self._abandons]
         requests = dict.fromkeys(hold.request for hold in self._holds.values())
@@ -327,7 +326,8 @@ class Session:
             giving.wake()
 
     def _reject(self, refused: pb.Refused) -> None:
-        self.rejected = _error(refused)
+        self.rejected = True
+        self._notes.clear()
         for hold in list(self._holds.values()):
             self._lose(hold, refused.message)
         for giving in self._givings.values():
