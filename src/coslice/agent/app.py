@@ -206,7 +206,7 @@ class AgentApp:
         if port == 0:
             raise ConfigError(
                 f"cannot listen on {self.config.listen}: another process (perhaps another agent) has the "
-                "port, or the address is not this node's. Stop the other, or choose another port (0: any free one)"
+                "port, or the address is not this node's. Stop the other, or choose another port (0: any)"
             )
         await server.start()
         self._exits.push_async_callback(server.stop, 0.5)
@@ -221,7 +221,7 @@ class AgentApp:
         for group in self.groups.values():
             for context in group.driver.state.contexts:
                 for member in context.members:
-                    base = self._baselines.bytes.get(f"{group.id}/{member.id}", 0)
+                    base = self._baselines.bytes.get(f"{group.id}/{member.id}")
                     registry.remembered(group, context.job, member, context.incarnation, base)
 
     def _remember(self, member: Member) -> None:

@@ -12,6 +12,7 @@ Nothing here knows groups, swaps or what the bytes mean.
 
 import asyncio
 import contextlib
+import ctypes
 import hmac
 import json
 import logging
@@ -19,8 +20,10 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from coslice.sizes import format_size
 
@@ -34,89 +37,143 @@ class NoHostMemory(Exception):
     """The host budget does not hold what was asked for; nothing was changed."""
 
 
+@dataclass(slots=True)
+class _File:
+    fd: int
+    charged: int = 0
+    """Bytes whose pages are there."""
+    held: bool = False
+    """Has content, or is about to: its pages cannot be lent to another."""
+    growing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
 class HostBuffers:
     """The memory files, by ``Member.buffer``, and the budget they share. All methods run on the loop."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self._files: dict[str, tuple[int, int]] = {}  # descriptor, bytes charged
-        self._growing: dict[str, asyncio.Lock] = {}
+        self._files: dict[str, _File] = {}
 
     @property
     def used(self) -> int:
-        return sum(size for _, size in self._files.values())
+        return sum(file.charged for file in self._files.values())
 
-    def size(self, member: str) -> int:
-        return self._files.get(member, (-1, 0))[1]
+    def size(self, name: str) -> int:
+        file = self._files.get(name)
+        return 0 if file is None else file.charged
 
-    def descriptor(self, member: str) -> int:
-        return self._files[member][0]
+    def descriptor(self, name: str) -> int:
+        return self._files[name].fd
 
-    def missing(self, wanted: dict[str, int]) -> int:
-        """Bytes that the budget lacks for files of these sizes; 0: they fit."""
-        more = sum(max(0, size - self.size(member)) for member, size in wanted.items())
-        return max(0, self.used + more - self.budget)
-
-    def check(self, wanted: dict[str, int]) -> None:
-        if lacking := self.missing(wanted):
+    def check(self, wanted: Mapping[str, int]) -> None:
+        """Raise ``NoHostMemory`` unless files of these sizes fit beside those that hold something."""
+        held = {name: file.charged for name, file in self._files.items() if file.held}
+        for name, size in wanted.items():
+            held[name] = max(size, held.get(name, 0))
+        if (lacking := sum(held.values()) - self.budget) > 0:
+            beside = sum(size for name, size in held.items() if name not in wanted)
             raise NoHostMemory(
                 f"host memory budget: {format_size(sum(wanted.values()))} of state do not fit, "
-                f"{format_size(self.used)} of {format_size(self.budget)} are in use and "
-                f"{format_size(lacking)} are missing; raise the host budget "
-                "(coslice up --host-memory) or share with fewer jobs"
+                f"{format_size(beside)} of {format_size(self.budget)} hold other state and "
+                f"{format_size(lacking)} are missing; raise the host budget (coslice up --host-memory) "
+                "or share with fewer jobs"
             )
 
-    async def reserve(self, member: str, size: int) -> None:
-        """Make the member's file at least ``size`` bytes, its pages present; raises ``NoHostMemory``."""
-        async with self._growing.setdefault(member, asyncio.Lock()):
-            fd, old = self._files.get(member, (-1, 0))
-            if size <= old and fd >= 0:
+    async def reserve(self, name: str, size: int) -> None:
+        """Make the file at least ``size`` bytes, its pages present, and hold it; raises ``NoHostMemory``."""
+        file = self._files.get(name)
+        if file is None:
+            file = self._files[name] = _File(os.memfd_create("coslice", os.MFD_CLOEXEC))
+        async with file.growing:
+            old, held = file.charged, file.held
+            if size <= old:
+                file.held = True
                 return
-            self.check({member: size})
-            if fd < 0:
-                fd = os.memfd_create("coslice", os.MFD_CLOEXEC)
-            self._files[member] = (fd, size)  # charged before the pages are touched
+            self.check({name: size})
+            file.charged, file.held = (
+                size,
+                True,
+            )  # before the pages are touched, so that no other takes the room
             try:
-                os.ftruncate(fd, size)
-                if size > old:  # touching gigabytes takes seconds: not on the loop
-                    await asyncio.to_thread(os.posix_fallocate, fd, old, size - old)
+                self._lend_back()
+                # Touching gigabytes takes seconds: not on the loop.
+                await asyncio.to_thread(os.posix_fallocate, file.fd, 0, size)
             except OSError as error:
-                self._files[member] = (fd, old)
+                file.charged, file.held = old, held
                 raise NoHostMemory(
                     f"the system gave no memory for {format_size(size)} of host buffer ({error.strerror}): "
                     "free memory on the node or lower the host budget"
                 ) from None
-            if self._files.get(member, (-1, 0))[0] != fd:  # freed while it grew
-                os.close(fd)
+            finally:
+                if self._files.get(name) is not file:  # freed while it grew
+                    os.close(file.fd)
 
-    def adopt(self, member: str, fd: int) -> None:
+    def release(self, name: str) -> None:
+        """Its content is back on the device. The pages stay for the next time, unless another needs them."""
+        if (file := self._files.get(name)) is not None:
+            file.held = False
+
+    def adopt(self, name: str, fd: int, *, held: bool) -> None:
         """Take back a file that a process kept over our restart. Charged beyond the budget too: it exists."""
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             raise ValueError("not a memory file of this user")
-        if member in self._files:
+        if name in self._files:
             os.close(fd)  # ours is the one in use
             return
-        self._files[member] = (fd, status.st_size)
+        self._files[name] = _File(fd, min(status.st_size, status.st_blocks * 512), held)
 
-    def free(self, member: str) -> None:
-        fd, _ = self._files.pop(member, (-1, 0))
-        lock = self._growing.pop(member, None)
-        if fd >= 0 and not (lock is not None and lock.locked()):
-            os.close(fd)
+    def free(self, name: str) -> None:
+        file = self._files.pop(name, None)
+        if file is not None and not file.growing.locked():
+            os.close(file.fd)
 
     def free_under(self, prefix: str) -> None:
-        for member in [name for name in self._files if name.startswith(prefix)]:
-            self.free(member)
+        for name in [name for name in self._files if name.startswith(prefix)]:
+            self.free(name)
 
     def close(self) -> None:
         self.free_under("")
+
+    def _lend_back(self) -> None:
+        """Give pages of idle files back to the system until the budget is kept, the largest first."""
+        idle = sorted(
+            (file for file in self._files.values() if not file.held and not file.growing.locked()),
+            key=lambda file: -file.charged,
+        )
+        for file in idle:
+            if self.used <= self.budget:
+                return
+            _punch(file.fd, file.charged)
+            file.charged = 0
+
+
+def _punch(fd: int, size: int) -> None:
+    """Free a file's pages, keep its size: who has it mapped sees zeros, not a bus error (fallocate(2))."""
+    keep_size, punch_hole = 1, 2
+    if size and _libc.fallocate(fd, keep_size | punch_hole, ctypes.c_long(0), ctypes.c_long(size)) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Owner(Protocol):
+    """What this module needs to know of a member."""
+
+    @property
+    def buffer(self) -> str: ...
+
+    parked: bool
 
 
 class BufferServer:
     """Hands descriptors over: one JSON line in, one JSON line with a descriptor out."""
 
-    def __init__(self, path: Path, buffers: HostBuffers, member_of: Callable[[str, int], str | None]) -> None:
+    def __init__(
+        self, path: Path, buffers: HostBuffers, member_of: Callable[[str, int], "Owner | None"]
+    ) -> None:
         """``member_of(token, pid)``: who registered with this token from this process, if anybody."""
         self._path, self._buffers, self._member_of = path, buffers, member_of
         self._socket: socket.socket | None = None
@@ -169,8 +226,8 @@ class BufferServer:
         except (ValueError, KeyError, TypeError, AttributeError):
             _close_all(fds)
             return _reply(connection, code="INVALID", message='send one line {"token": ..., "bytes": N}')
-        member = self._member_of(token, _peer_pid(connection))
-        if member is None or size < 0:
+        owner = self._member_of(token, _peer_pid(connection))
+        if owner is None or size < 0:
             _close_all(fds)
             return _reply(
                 connection,
@@ -178,24 +235,26 @@ class BufferServer:
                 message="no registered process has this token and pid: register, then ask from that process",
             )
         if give:
-            return self._take_back(connection, member, fds)
+            return self._take_back(connection, owner, fds)
         _close_all(fds)
         try:
-            await self._buffers.reserve(member, size)
+            await self._buffers.reserve(owner.buffer, size)
         except NoHostMemory as error:
             return _reply(connection, code="NO_ROOM", message=str(error))
-        return _reply(connection, size=self._buffers.size(member), fd=self._buffers.descriptor(member))
+        return _reply(
+            connection, size=self._buffers.size(owner.buffer), fd=self._buffers.descriptor(owner.buffer)
+        )
 
-    def _take_back(self, connection: socket.socket, member: str, fds: list[int]) -> None:
+    def _take_back(self, connection: socket.socket, owner: "Owner", fds: list[int]) -> None:
         if not fds:
             return _reply(connection, code="INVALID", message="a buffer given back needs its descriptor")
         _close_all(fds[1:])
         try:
-            self._buffers.adopt(member, fds[0])
+            self._buffers.adopt(owner.buffer, fds[0], held=owner.parked)
         except ValueError as error:
             os.close(fds[0])
             return _reply(connection, code="INVALID", message=str(error))
-        return _reply(connection, size=self._buffers.size(member))
+        return _reply(connection, size=self._buffers.size(owner.buffer))
 
 
 def same_token(known: str, shown: str) -> bool:

@@ -21,7 +21,7 @@ from coslice.agent.sampler import UsageSampler
 from coslice.core import context as core
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.holdings import Holdings, NodeRules, facts, fits_beside, need_of, others
+from coslice.core.holdings import Holdings, NodeRules, facts, find, fits_beside, need_of, others
 from coslice.core.ids import Epoch, Incarnation, JobId, MemberId, OpId
 from coslice.core.outcome import Rejected, Step
 from coslice.runtime.clock import Clock
@@ -169,8 +169,13 @@ class ServedGroup:
     def fits(self, member: Member) -> bool:
         """Is there room on the device for this process's state, beside whoever is there?"""
         holdings = self.driver.state
-        need = need_of(holdings, member.job, member.need) + member.state_bytes
-        return fits_beside(holdings, member.job, need, others(holdings, member.job))
+        beside = others(holdings, member.job)
+        if not beside or not member.state_bytes:
+            return True
+        context = find(holdings, member.job)
+        here = member.state_bytes + (0 if context is None else context.bytes)
+        need = max(here, need_of(holdings, member.job, member.need))
+        return fits_beside(holdings, member.job, need, beside)
 
     async def registered(self, member: Member) -> None:
         """Raises ``Rejected`` as the core does."""
@@ -292,8 +297,9 @@ class ServedGroup:
 
     async def _kill(self, job: JobId, reason: str) -> None:
         members = self._members.of_job(self.id, job)
-        self._killed[job] = reason
         self._reason = reason
+        if members:
+            self._killed[job] = reason
         hit = [member for member in members if member.process is not None and member.process.kill()]
         log.warning("killing job %s (pids %s): %s", job, ", ".join(str(m.pid) for m in hit) or "none", reason)
         ends = [member.process.ended.wait() for member in members if member.process is not None]

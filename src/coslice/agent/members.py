@@ -81,8 +81,8 @@ class Member:
     """Anonymous memory of the process itself, which is not state and never leaves."""
     full: int = 0
     """Anonymous memory before the state last began to leave."""
-    reported: int = 0
-    """Device memory that the process itself said it kept after moving out (cuda)."""
+    residual: int = 0
+    """What was left on the device when its state had moved out; counts while it is parked."""
     process: Process | None = None
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     _channel: "OpenChannel | None" = None
@@ -106,11 +106,16 @@ class Member:
         return f"{self.group}/{self.id}"
 
     def usage(self) -> int:
-        """Bytes on the device now, above the baseline; 0 once it has ended. Cheap, may be a little off."""
+        """Bytes on the device now, above the baseline; 0 once it has ended. Cheap, may be a little off.
+
+        A parked process is off the accelerator: what it allocates meanwhile is its host memory, so it counts
+        for what it left behind at most.
+        """
         try:
-            return max(0, self.memory.fast() - self.baseline)
+            now = max(0, self.memory.fast() - self.baseline)
         except Gone:
             return 0
+        return min(now, self.residual) if self.parked else now
 
     def attach(self, channel: OpenChannel) -> None:
         """A channel of this process is open. A move that waits for an answer is asked for again."""

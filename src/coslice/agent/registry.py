@@ -50,11 +50,11 @@ class Registry:
         self._config, self._members, self._groups = config, members, groups
         self._buffers, self._backend, self._uid, self._remember = buffers, backend, uid, remember
 
-    def by_token(self, token: str, pid: int) -> str | None:
-        """The buffer of who registered with this token, if that is the process that shows it."""
+    def by_token(self, token: str, pid: int) -> Member | None:
+        """Who registered with this token, if that is the process that shows it."""
         for member in self._members:
             if member.pid == pid and same_token(member.token, token):
-                return member.buffer
+                return member
         return None
 
     async def register(self, message: pb.Register, channel: OpenChannel) -> None:
@@ -75,7 +75,7 @@ class Registry:
         return None
 
     def remembered(
-        self, group: ServedGroup, job: JobId, stored: core.Member, incarnation: Incarnation, base: int
+        self, group: ServedGroup, job: JobId, stored: core.Member, incarnation: Incarnation, base: int | None
     ) -> None:
         """A member of the last agent instance: watched again if it lives, reported gone if not."""
         try:
@@ -94,11 +94,15 @@ class Registry:
             state_bytes=stored.bytes,
             need=stored.need,
             parked=stored.parked,
-            baseline=base,
         )
         if not self._watch(member):
             memory.close()
             group.gone(job, stored.id, f"process {stored.pid} ended while the agent was down")
+            return
+        now = memory.measure(max(stored.bytes, 1))
+        member.baseline = base if base is not None else max(0, now - (0 if stored.parked else stored.bytes))
+        member.residual = max(0, now - member.baseline)
+        group.sampler.wake()
 
     # ── checks ─────────────────────────────────────────────────────────────
 
@@ -203,18 +207,30 @@ class Registry:
     async def _admit(self, member: Member, channel: OpenChannel) -> None:
         group = self._groups.get(member.group)
         if group is not None:
-            if not member.parked and member.state_bytes and not group.fits(member):
+            self._check_size(member, group)
+            if not member.parked and not group.fits(member):
                 await self._park(member, group, channel)
             await self._announce(member, group)
             self._remember(member)
         if channel.member is None:
             self._open(member, channel)
 
+    @staticmethod
+    def _check_size(member: Member, group: ServedGroup) -> None:
+        if member.state_bytes > group.devices.device_budget > 0:
+            raise RegistrationRefused(
+                pb.NO_ROOM,
+                f"{format_size(member.state_bytes)} of state do not fit on the device of group {group.id}: it "
+                f"has {format_size(group.devices.device_budget)}: use less or raise the device budget",
+            )
+
     async def _announce(self, member: Member, group: ServedGroup) -> None:
         try:
             await group.registered(member)
         except Rejected as refusal:
             raise RegistrationRefused(refusal_code(refusal.code), str(refusal)) from None
+        if member.has_ended:  # perhaps before the group had heard of it
+            group.gone(member.job, member.id, f"process {member.pid} ended")
 
     def _open(self, member: Member, channel: OpenChannel) -> None:
         answer = pb.Registered(
@@ -227,12 +243,6 @@ class Registry:
     async def _park(self, member: Member, group: ServedGroup, channel: OpenChannel) -> None:
         """Its state goes to host memory now: the device is another's, and it holds no lease to be there."""
         size = format_size(member.state_bytes)
-        if member.state_bytes > group.devices.device_budget > 0:
-            raise RegistrationRefused(
-                pb.NO_ROOM,
-                f"{size} of state do not fit on the device of group {group.id}, which has "
-                f"{format_size(group.devices.device_budget)}: use less or raise the device budget",
-            )
         self._open(member, channel)
         try:
             await self._backend.snapshot([member], op=f"{group.id}/admit/{member.pid}")

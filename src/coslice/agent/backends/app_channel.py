@@ -68,11 +68,11 @@ class AppChannelBackend:
             for member in leaving:
                 self._buffers.free(member.buffer)
         for member, answer in zip(leaving, moved, strict=True):
-            member.reported = answer.device_bytes_after
+            member.residual = _residual(member, answer)
         total = sum(answer.bytes for answer in moved) + sum(
             m.state_bytes for m in members if m not in leaving
         )
-        residual = sum(_residual(member) for member in members)
+        residual = sum(member.residual for member in members)
         return Snapshotted(bytes=total, residual=residual, seconds=time.monotonic() - began)
 
     async def restore(self, members: Sequence[Member], *, op: str) -> Restored:
@@ -113,7 +113,9 @@ class AppChannelBackend:
 
     async def _move_in(self, member: Member, op: str) -> pb.Moved:
         move = pb.MoveIn(op=f"{op}{BACK}", deadline_s=self._timeout)
-        return await member.move(move.op, pb.WorkloadCommand(move_in=move), timeout=self._timeout)
+        answer = await member.move(move.op, pb.WorkloadCommand(move_in=move), timeout=self._timeout)
+        self._buffers.release(member.buffer)
+        return answer
 
     async def _roll_back(self, members: Sequence[Member], op: str) -> None:
         """Bring back what left. One that never answered may move yet: its late answer is told to go back."""
@@ -124,6 +126,9 @@ class AppChannelBackend:
         for member, result in zip(back, results, strict=True):
             if isinstance(result, BaseException):
                 log.error("job %s: process %d was not rolled back: %s", member.job, member.pid, result)
+        for member in members:
+            if not member.parked:
+                self._buffers.release(member.buffer)
 
     async def _verify(self, members: Sequence[Member], moved: Sequence[pb.Moved], *, partial: bool) -> None:
         """Raise ``MoveError`` unless the members' memory really fell.
@@ -164,9 +169,9 @@ def _fall(member: Member, answer: pb.Moved) -> int:
     return member.full - _measure(member)
 
 
-def _residual(member: Member) -> int:
+def _residual(member: Member, answer: pb.Moved) -> int:
     if member.device == "cuda":
-        return member.reported
+        return answer.device_bytes_after
     return max(0, _measure(member) - member.baseline)
 
 
