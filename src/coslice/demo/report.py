@@ -1,0 +1,86 @@
+"""What the demo says at its end: a table of the jobs, the figures against their targets, and where to look on."""
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from coslice.demo.calibration import DUTY
+from coslice.demo.view import sparkline
+from coslice.sizes import format_size
+
+if TYPE_CHECKING:
+    from coslice.demo.runner import Result
+
+
+def print_report(console: Console, result: "Result") -> None:
+    console.print()
+    console.print(_jobs(result))
+    console.print(_figures(result))
+    targets = result.figures.targets()
+    missed = [target for target in targets if not target.met]
+    if missed:
+        console.print(f"[bold red]{len(missed)} of {len(targets)} targets missed[/]: "
+                      + "; ".join(f"{target.name} {target.value} (wanted {target.wanted})" for target in missed))  # fmt: skip
+    else:
+        console.print(f"[bold green]all {len(targets)} targets met[/]")
+    _fine_print(console, result)
+
+
+def _jobs(result: "Result") -> Table:
+    figures = result.figures
+    table = Table(title="Each job, alone and sharing", title_justify="left")
+    for column in ("job", "task", "alone", "sharing", "slowdown", "reward while sharing", "final parameters"):
+        table.add_column(column)
+    for plan in result.plans:
+        job, last = plan.name, figures.rounds[-1]
+        rewards = last.shared.runs[job].rewards
+        table.add_row(
+            job,
+            plan.task,
+            f"{figures.solo_step(job, last):.2f} s/step, busy {figures.solo_duty[job]:.1%}",
+            f"{figures.shared_step(job, last):.2f} s/step",
+            f"{figures.slowdown[job]:.3f}×",
+            f"{rewards[0]:.2f} {sparkline(rewards)} {rewards[-1]:.2f}",
+            f"{figures.runs(job)[-1].digest[:12]} "
+            + ("[green]same in all runs[/]" if figures.identical(job) else "[bold red]DIFFERENT[/]"),
+        )
+    return table
+
+
+def _figures(result: "Result") -> Table:
+    figures = result.figures
+    table = Table(title="The accelerator", title_justify="left")
+    for column in ("measured", "value", "target", ""):
+        table.add_column(column)
+    for target in figures.targets():
+        table.add_row(
+            target.name, target.value, target.wanted, "[green]met[/]" if target.met else "[bold red]missed[/]"
+        )
+    table.add_section()
+    saved = figures.solo_wall_s - figures.shared_wall_s
+    table.add_row("held duty shared (lock held)", f"{figures.held_duty:.1%}", "", "")
+    table.add_row("bytes moved", format_size(figures.bytes_moved), "", "")
+    table.add_row(
+        "wall time, one after the other → together",
+        f"{figures.solo_wall_s:.1f} s → {figures.shared_wall_s:.1f} s",
+        "", f"saves {saved / figures.solo_wall_s:.0%}",
+    )  # fmt: skip
+    return table
+
+
+def _fine_print(console: Console, result: "Result") -> None:
+    figures, calibration = result.figures, result.calibration
+    if not figures.swaps:
+        for reason in figures.unmoved_because:
+            console.print(f"nothing was moved, because: {reason}")
+    console.print(
+        f"[dim]How: useful duty is the smaller of two accounts by the kernel, of the accelerator's core and of the "
+        f"threads inside accelerator sections, over the wall time in which all jobs are past their first step; swaps "
+        f"do not count. Calibrated before the blocks: a section takes {calibration.section_s:.2f} s here "
+        f"({calibration.questions} questions × 16 answers), so each verifier checks {calibration.rate:.0f} answers/s, "
+        f"which aims at {DUTY:.0%} busy duty alone. A job keeps {format_size(calibration.state_bytes)} of state and "
+        f"takes up to {format_size(calibration.need_bytes)} while it computes; the device has "
+        f"{format_size(figures.budget)}. {len(figures.rounds)} round(s), {result.seconds:.0f} s in all.[/]"
+    )
+    console.print(f"replay:  [bold]{result.replay}[/]   (open it in a browser)\njournal: {result.journal}")
