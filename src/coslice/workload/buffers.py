@@ -1,0 +1,183 @@
+"""Host buffers: where state lies while it is off the device.
+
+A buffer is a memory file, mapped once and kept between moves: fresh pages cost ten times what used ones cost.
+The agent owns the file and charges it to its budget; the process asks for it over a unix socket and gives it
+back to an agent that restarted. Without an agent the process makes its own. Called by the mover; knows bytes,
+not what they mean.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from coslice.errors import NoRoom, OperationFailed
+
+_MAP_POPULATE = 0x8000
+"""mmap(2); Python 3.11 does not name it on every build."""
+_ANSWER_LIMIT = 65536
+_ANSWER_SECONDS = 60.0
+"""A growing file is filled with pages before the answer: seconds per ten GiB."""
+
+
+class HostBuffer:
+    """One mapping of a memory file. Owns the descriptor."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Maps and populates; ``fd`` is closed with the buffer."""
+        self.fd, self.size = fd, size
+        self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | _MAP_POPULATE)
+        self._map.madvise(mmap.MADV_DONTFORK)  # a forked child gets nothing
+        view = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(view)
+        del view
+        status = os.fstat(fd)
+        self.identity = (status.st_dev, status.st_ino)
+        self.before_close: Callable[[], None] | None = None
+
+    def check(self, end: int) -> None:
+        """Raise unless bytes up to ``end`` are there: touching a file cut short would kill the process
+        (SIGBUS)."""
+        if end > min(self.size, os.fstat(self.fd).st_size):
+            raise OperationFailed(
+                f"the host buffer ends before byte {end}: somebody cut the agent's memory file short"
+            )
+
+    def bytes(self, offset: int, size: int) -> memoryview:
+        return memoryview(self._map)[offset : offset + size]
+
+    def close(self) -> None:
+        if self.before_close is not None:
+            self.before_close()
+        self._map.close()
+        os.close(self.fd)
+
+    def forget(self) -> None:
+        """In a forked child: the mapping is not here, and unmapping its addresses could hit another's."""
+        _FORGOTTEN.append(self._map)
+        os.close(self.fd)
+
+
+_FORGOTTEN: list[mmap.mmap] = []
+
+
+class Buffers(Protocol):
+    """Where a mover gets its buffer."""
+
+    current: HostBuffer | None
+
+    def obtain(self, size: int) -> HostBuffer:
+        """A buffer of at least ``size`` bytes holding what the current one holds; raises ``NoRoom``."""
+        ...
+
+    def release(self) -> None: ...
+
+
+class LocalBuffers:
+    """Buffers of the process's own: for jobs without an agent."""
+
+    def __init__(self) -> None:
+        self.current: HostBuffer | None = None
+
+    def obtain(self, size: int) -> HostBuffer:
+        current = self.current
+        if current is not None and current.size >= size:
+            return current
+        fd = os.memfd_create("coslice", os.MFD_CLOEXEC) if current is None else os.dup(current.fd)
+        try:
+            os.ftruncate(fd, max(size, 1))
+            grown = HostBuffer(fd, max(size, 1))
+        except OSError as error:
+            os.close(fd)
+            raise NoRoom(
+                f"the system gave no host memory for {size} bytes of state ({error.strerror})"
+            ) from error
+        if current is not None:
+            current.close()
+        self.current = grown
+        return grown
+
+    def release(self) -> None:
+        if self.current is not None:
+            self.current.close()
+            self.current = None
+
+
+class AgentBuffers:
+    """Buffers that the agent owns. Usable once ``connect`` was called with what the agent answered."""
+
+    def __init__(self) -> None:
+        self.current: HostBuffer | None = None
+        self._path = self._token = ""
+
+    def connect(self, path: str, token: str) -> None:
+        """A (new) agent answers at ``path``. Our buffer, if any, is its from now on."""
+        self._path, self._token = path, token
+        if self.current is not None:
+            self._ask({"bytes": 0, "give": True}, give=self.current.fd)
+
+    def obtain(self, size: int) -> HostBuffer:
+        size = max(size, 1)
+        if self.current is not None and self.current.size >= size:
+            return self.current
+        granted, fd = self._ask({"bytes": size})
+        if fd is None or granted < size:
+            if fd is not None:
+                os.close(fd)
+            raise OperationFailed(
+                f"the agent granted {granted} of {size} bytes of host buffer: a fault of the agent"
+            )
+        new = HostBuffer(fd, granted)
+        if self.current is not None:
+            if self.current.identity != new.identity:  # an agent that restarted made another file
+                new.bytes(0, self.current.size)[:] = self.current.bytes(0, self.current.size)
+            self.current.close()
+        self.current = new
+        return new
+
+    def release(self) -> None:
+        if self.current is not None:
+            self.current.close()
+            self.current = None
+
+    def _ask(self, request: dict[str, object], give: int | None = None) -> tuple[int, int | None]:
+        line = json.dumps({"token": self._token, **request}).encode() + b"\n"
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(_ANSWER_SECONDS)
+                connection.connect(self._path)
+                socket.send_fds(connection, [line], [] if give is None else [give])
+                answer, fd = _receive(connection)
+        except (OSError, ValueError) as error:
+            raise OperationFailed(
+                f"the agent's buffer socket {self._path} did not answer ({error}): is the agent still "
+                "running, and does this process see its runtime directory?"
+            ) from error
+        if answer.get("ok") is True:
+            return int(str(answer.get("bytes", 0))), fd
+        if fd is not None:
+            os.close(fd)
+        message = str(answer.get("message", "refused without a reason"))
+        raise NoRoom(message) if answer.get("code") == "NO_ROOM" else OperationFailed(message)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, object], int | None]:
+    data, fds = b"", list[int]()
+    while not data.endswith(b"\n") and len(data) < _ANSWER_LIMIT:
+        part, new, _, _ = socket.recv_fds(connection, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+        fds += new
+        if not part:
+            break
+        data += part
+    try:
+        answer = json.loads(data)
+        if not isinstance(answer, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        for fd in fds:
+            os.close(fd)
+        raise ValueError(f"{data[:80]!r} is no answer") from error
+    return answer, fds[0] if fds else None

@@ -1,0 +1,230 @@
+"""The stream to the agent: registers this process, carries out the agent's moves, comes back after any loss.
+
+One thread per group. It knows the wire and the order of messages; what a move is, the registry knows. The
+stream is HTTP/2 with keepalive, so a lost agent is noticed without heartbeats of ours; the state stays where
+it is meanwhile, and the next agent is told whether it is parked and given the host buffer back.
+"""
+
+import logging
+import os
+import queue
+import random
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from coslice.errors import CosliceError, OperationFailed
+from coslice.wire.status import code_of, error_of
+from coslice.wire.v1 import coslice_pb2 as pb
+from coslice.wire.v1 import coslice_pb2_grpc as rpc
+from coslice.workload.buffers import AgentBuffers
+from coslice.workload.mover import stay_on
+from coslice.workload.registry import DISCARD, OFFLOAD, GroupState
+
+_log = logging.getLogger("coslice")
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_BACKOFF_FIRST, _BACKOFF_LAST = 0.05, 2.0
+_HOPELESS = (pb.INVALID, pb.UNKNOWN_GROUP)
+"""Refusals that trying again does not change."""
+_Outbox = queue.SimpleQueue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who registers, in the words of the wire."""
+
+    job: str
+    incarnation: str
+    group: str
+    rank: int
+    device: str
+
+
+class Channel:
+    """``error``: why the agent does not serve us; None while it does, or has not answered yet."""
+
+    def __init__(self, address: str, identity: Identity, state: GroupState, buffers: AgentBuffers) -> None:
+        self.address, self.identity = address, identity
+        self.need = 0
+        """Declared need of device memory in bytes; 0: unknown."""
+        self.error: CosliceError | None = None
+        self._state, self._buffers = state, buffers
+        self._outbox: _Outbox[pb.WorkloadMessage | None] = _Outbox()
+        self._told = (0, 0)
+        self._last: tuple[str, pb.WorkloadMessage] | None = None
+        self._delay = _BACKOFF_FIRST
+        self._answered, self._stop = threading.Event(), threading.Event()
+        self._call: Any = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, cpus: Collection[int] = ()) -> None:
+        """Begin dialling. ``cpus``: cores for its threads; none: those of the calling thread."""
+        target = lambda: self._run(cpus)  # noqa: E731
+        self._thread = threading.Thread(target=target, name="coslice-channel", daemon=True)
+        self._thread.start()
+
+    def wait_answered(self, timeout: float) -> bool:
+        """Wait until the agent has accepted or refused us; False: nobody answers (we go on dialling)."""
+        return self._answered.wait(timeout)
+
+    def resized(self, state_bytes: int) -> None:
+        """Tell the agent the size and the need, if they changed. Never blocks."""
+        if self._told != (state_bytes, self.need):
+            self._told = (state_bytes, self.need)
+            message = pb.Resized(state_bytes=state_bytes, need_bytes=self.need)
+            self._outbox.put(pb.WorkloadMessage(resized=message))
+
+    def close(self) -> None:
+        self._stop.set()
+        _cancel(self._call)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+
+    # ── the thread ─────────────────────────────────────────────────────────
+
+    def _run(self, cpus: Collection[int]) -> None:
+        stay_on(cpus)
+        while not self._stop.is_set():
+            try:
+                self._serve()
+            except grpc.RpcError as error:
+                _log.debug("coslice: the stream to the agent at %s ended: %s", self.address, error)
+            except Exception:
+                _log.exception("coslice: the channel to the agent failed; opening it again")
+            # Backing off, not polling: an agent that is away does not say when it will be back.
+            self._stop.wait(self._delay * random.uniform(0.5, 1.0))
+            self._delay = min(self._delay * 2, _BACKOFF_LAST)
+
+    def _serve(self) -> None:
+        """One stream, from the registration to its end."""
+        outbox: _Outbox[pb.WorkloadMessage | None] = _Outbox()
+        with grpc.insecure_channel(self.address, options=_OPTIONS) as channel:
+            outbox.put(self._registration())
+            self._outbox = outbox
+            call = rpc.AgentStub(channel).Channel(iter(outbox.get, None), wait_for_ready=True)
+            self._call = call
+            if self._stop.is_set():  # closed just now: nobody else will cancel this call
+                _cancel(call)
+            try:
+                for command in call:
+                    self._obey(command, outbox)
+            finally:
+                _cancel(call)
+                outbox.put(None)  # lets grpc's sending thread go
+
+    def _registration(self) -> pb.WorkloadMessage:
+        state, identity = self._state, self.identity
+        size = state.measure()
+        self._told = (size, self.need)
+        register = pb.Register(
+            job=identity.job,
+            incarnation=identity.incarnation,
+            group=identity.group,
+            pid=os.getpid(),
+            start_time=start_time(),
+            rank=identity.rank,
+            state_bytes=size,
+            need_bytes=self.need,
+            parked=state.parked(),
+            parked_bytes=state.parked_bytes,
+            modes=[OFFLOAD, DISCARD] if state.may_discard() else [OFFLOAD],
+            device=identity.device,
+        )
+        return pb.WorkloadMessage(register=register)
+
+    def _obey(self, command: pb.WorkloadCommand, outbox: "_Outbox[pb.WorkloadMessage | None]") -> None:
+        match command.WhichOneof("kind"):
+            case "registered":
+                self._accepted(command.registered)
+            case "refused":
+                self._refused(command.refused)
+            case "move_out":
+                outbox.put(self._once(command.move_out.op, command))
+            case "move_in":
+                outbox.put(self._once(command.move_in.op, command))
+            case unknown:
+                _log.warning("coslice: the agent sent %s, which this version does not know; ignored", unknown)
+
+    def _accepted(self, answer: pb.Registered) -> None:
+        self.error, self._delay = None, _BACKOFF_FIRST
+        try:
+            self._buffers.connect(answer.buffer_socket, answer.buffer_token)
+        except CosliceError as error:
+            _log.warning("coslice: the agent did not take its host buffer back: %s", error)
+        self._answered.set()
+
+    def _refused(self, answer: pb.RegisterRefused) -> None:
+        error = error_of(
+            answer.code, f"the agent at {self.address} does not take this process: {answer.message}"
+        )
+        if str(error) != str(self.error):
+            _log.warning("coslice: %s", error)
+        self.error = error
+        self._answered.set()
+        if answer.code in _HOPELESS:
+            self._stop.set()
+        _cancel(self._call)
+
+    def _once(self, op: str, command: pb.WorkloadCommand) -> pb.WorkloadMessage:
+        """The answer to a move. Asked again for the last one that succeeded, the same answer without moving.
+
+        Only the last: an older name may come again for a new try after a move back. A failed move changed
+        nothing, so asking again means trying again.
+        """
+        if self._last is not None and self._last[0] == op:
+            return self._last[1]
+        try:
+            answer = pb.WorkloadMessage(moved=self._move(op, command))
+        except BaseException as error:  # the thread must outlive whatever a callback raises
+            told = (
+                error
+                if isinstance(error, CosliceError)
+                else OperationFailed(f"{type(error).__name__}: {error}")
+            )
+            _log.warning("coslice: %s failed: %s", op, told)
+            return pb.WorkloadMessage(move_failed=pb.MoveFailed(op=op, code=code_of(told), message=str(told)))
+        self._last = (op, answer)
+        return answer
+
+    def _move(self, op: str, command: pb.WorkloadCommand) -> pb.Moved:
+        if command.WhichOneof("kind") == "move_out":
+            out = command.move_out
+            tags = frozenset(out.tags)
+            move = self._state.move_out(wait=out.deadline_s, mode=out.mode or OFFLOAD, tags=tags)
+            self.resized(
+                self._state.measure()
+            )  # before the answer: the agent compares with what was registered
+        else:
+            move = self._state.move_in()
+        return pb.Moved(
+            op=op,
+            bytes=move.bytes,
+            seconds=move.seconds,
+            wait_s=move.wait,
+            device_bytes_before=move.device_before,
+            device_bytes_after=move.device_after,
+        )
+
+
+def _cancel(call: Any) -> None:
+    if call is not None:
+        call.cancel()
+
+
+def start_time() -> int:
+    """Field 22 of ``/proc/self/stat`` (proc(5)): with the pid it names this process for good."""
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
+    return int(after_name.split()[19])

@@ -1,0 +1,171 @@
+"""``register``: a job's one call to offer its state, and the handle it gets.
+
+Reads the environment that ``coslice run`` sets; without it the handle moves nothing unless asked to.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from coslice.errors import ConfigError, CosliceError, OperationFailed
+from coslice.workload.adapters import Adapter
+from coslice.workload.adapters.callbacks import CallbackAdapter
+from coslice.workload.channel import Identity
+from coslice.workload.process import PROCESS, Group
+from coslice.workload.registry import DISCARD, OFFLOAD, Registration
+
+_log = logging.getLogger("coslice")
+ANSWER_SECONDS = 10.0
+"""How long ``register`` waits for the agent's answer. Later it goes on in the background."""
+
+
+class Handle:
+    """State that was registered. Thread-safe; in a forked child it is dead and does nothing."""
+
+    def __init__(self, registration: Registration, group: Group, adapter: Any) -> None:
+        self._registration, self._group, self._torch = registration, group, adapter
+        self._pid = os.getpid()
+
+    @property
+    def _dead(self) -> bool:
+        return os.getpid() != self._pid
+
+    @property
+    def state_bytes(self) -> int:
+        """Registered bytes now, on the device or parked; memory that several tensors share counts once."""
+        return 0 if self._dead else self._group.state.measure(self._registration)
+
+    @property
+    def parked(self) -> bool:
+        """Is any of it in host memory?"""
+        return not self._dead and self._group.state.parked(self._registration)
+
+    @property
+    def error(self) -> CosliceError | None:
+        """Why the agent does not serve this process; None: it does, or there is none."""
+        return None if self._dead or self._group.channel is None else self._group.channel.error
+
+    def offload(self, *, tags: Iterable[str] = (), mode: str = OFFLOAD, wait: float = 0.0) -> int:
+        """Move this state to host memory now; returns the bytes moved. For jobs that schedule themselves.
+
+        ``tags``: only these regions; none: all. ``wait``: seconds for open sections to end. Raises
+        ``StateBusy``, ``NoRoom``, ``OperationFailed`` (nothing has changed), ``ConfigError`` where an agent
+        decides.
+        """
+        self._check_own()
+        state = self._group.state
+        return state.move_out(wait=wait, mode=mode, tags=frozenset(tags), owner=self._registration).bytes
+
+    def restore(self) -> int:
+        """Bring it back; returns the bytes moved. Raises ``NoRoom``, ``StateLost`` or ``OperationFailed``."""
+        self._check_own()
+        return self._group.state.move_in(self._registration).bytes
+
+    def refresh(self) -> None:
+        """Look again and tell the agent. Needed only for state that changed outside accelerator sections."""
+        if not self._dead:
+            self._group.refresh()
+
+    def close(self) -> None:
+        """Take the state out of coslice's hands. Raises ``StateBusy`` while it is parked."""
+        if not self._dead:
+            self._group.remove(self._registration)
+
+    def _check_own(self) -> None:
+        if self._dead:
+            raise OperationFailed("this handle belongs to the process that registered: register in this one")
+        if self._group.agent is not None:
+            raise ConfigError(
+                f"the agent at {self._group.agent} moves this state: use acquire() and yield_(), or the "
+                "agent's Snapshot and Restore; register without an agent to move it yourself"
+            )
+
+
+def register(
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    tensors: Any = None,
+    tags: Mapping[str, str] | None = None,
+    need: int | None = None,
+    on_snapshot: Callable[[], Any] | None = None,
+    on_restore: Callable[..., Any] | None = None,
+    job: str | None = None,
+    group: str | None = None,
+    agent: str | None = None,
+    mode: str = OFFLOAD,
+    verify: bool = False,
+    env: Mapping[str, str] = os.environ,
+) -> Handle:
+    """Offer state to be moved while this process is off the accelerator.
+
+    ``model``, ``optimizer``: torch modules and optimizers, one, a sequence, or ``{tag: object}``.
+    ``tensors``: others, in any nesting. Regions have the tags ``weights``, ``adapter`` (names with
+    ``lora_``), ``gradients`` and ``optimizer``, unless ``{tag: object}`` or ``tags={"pattern of names":
+    "tag"}`` say otherwise. Tensors that come later (gradients, optimizer state) are found when state moves.
+
+    ``on_snapshot()`` runs before a move out and may return bytes to keep, ``on_restore(bytes or None)`` after
+    the way back, both in another thread. ``mode="discard"``: bytes are dropped and ``on_restore`` fills them
+    again. ``need``: bytes of device memory this process will use at most. ``verify``: checksum what is in
+    host memory.
+
+    Raises ``ConfigError`` for state that cannot move. A refusal by the agent is logged and kept in ``error``.
+    """
+    if mode not in (OFFLOAD, DISCARD):
+        raise ConfigError(f"{mode!r} is no mode of moving state: use {OFFLOAD} or {DISCARD}")
+    if mode == DISCARD and on_restore is None:
+        raise ConfigError("mode discard drops the bytes: give an on_restore callback that brings them back")
+    address = agent or env.get("COSLICE_AGENT") or None
+    group_name = group if group is not None else env.get("COSLICE_GROUP", "").split(",")[0].strip()
+    job_name = job or env.get("COSLICE_JOB", "")
+    if address and not job_name:
+        raise ConfigError("the job has no name: start it with `coslice run --job NAME`, or pass job=")
+
+    adapter = _torch_adapter(model, optimizer, tensors, tags, env.get("COSLICE_DEVICE", ""))
+    adapters: list[Adapter] = [] if adapter is None else [adapter]
+    if on_snapshot is not None or on_restore is not None:
+        adapters.append(CallbackAdapter(on_snapshot, on_restore))
+    if not adapters:
+        raise ConfigError("nothing to register: pass model=, optimizer=, tensors= or callbacks")
+
+    identity = Identity(
+        job=job_name,
+        incarnation=env.get("COSLICE_INCARNATION", ""),
+        group=group_name,
+        rank=_number(env, "COSLICE_RANK", _number(env, "RANK", 0)),
+        device=adapter.device if adapter is not None else env.get("COSLICE_DEVICE") or "host",
+    )
+    needed = _number(env, "COSLICE_NEED", 0) if need is None else need
+    names: Collection[str] = adapter.roots.names if adapter is not None else ("callbacks",)
+    registration = Registration(", ".join(names), adapters, mode, refills=on_restore is not None)
+    joined = PROCESS.join(registration, identity, agent=address, need=needed, verify=verify)
+    if joined.channel is not None and not joined.channel.wait_answered(ANSWER_SECONDS):
+        _log.warning(
+            "coslice: no agent answers at %s yet; dialling on (start one with `coslice up`)", address
+        )
+    return Handle(registration, joined, adapter)
+
+
+def _torch_adapter(
+    model: Any, optimizer: Any, tensors: Any, tags: Mapping[str, str] | None, device: str
+) -> Any:
+    if model is None and optimizer is None and tensors is None:
+        return None
+    if "torch" not in sys.modules:
+        raise ConfigError(
+            "model, optimizer and tensors are torch's, and torch is not loaded: use callbacks instead"
+        )
+    from coslice.workload.adapters.torch import TorchAdapter, make_roots
+
+    adapter = TorchAdapter(make_roots(model, optimizer, tensors, tags), device=device)
+    adapter.check()
+    return adapter
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name) or str(default)
+    if not text.isdigit():
+        raise ConfigError(f"{name}={text!r} is not a whole number of 0 or more")
+    return int(text)
