@@ -53,7 +53,7 @@ def bench_handoff(*, nodes: int, rounds: int, out: Path | None) -> None:
         pair = [stack.enter_context(_client(address, name, "contend", rounds)) for name in ("a", "b")]
         turns = [turn for client in pair for turn in client.result()["turns"]]
         echo += _echo(address, rounds)
-    figures = {
+    figures: dict[str, Any] = {
         "nodes": nodes,
         "rounds": rounds,
         "echo_ms": _summary(echo),
@@ -188,7 +188,7 @@ def _anchor(agent: str) -> Iterator[None]:
                 incarnation="bench",
                 group=GROUP,
                 pid=os.getpid(),
-                start_time=start_time(os.getpid()),
+                start_time=start_time(os.getpid()) or 0,
                 need_bytes=1,
                 modes=["offload"],
                 device="host",
@@ -198,7 +198,7 @@ def _anchor(agent: str) -> Iterator[None]:
 
     with grpc.insecure_channel(agent) as channel:
         stream = pb_grpc.AgentStub(channel).Channel(messages())
-        answer = next(stream)
+        answer = next(iter(stream))
         if not answer.HasField("registered"):
             raise OperationFailed(f"the agent refused the benchmark's resident job: {answer}")
         try:
