@@ -34,8 +34,7 @@ class HostBuffer:
         view = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(view)
         del view
-        status = os.fstat(fd)
-        self.identity = (status.st_dev, status.st_ino)
+        self.identity = identity(fd)
         self.before_close: Callable[[], None] | None = None
 
     def check(self, end: int) -> None:
@@ -61,6 +60,12 @@ class HostBuffer:
         os.close(self.fd)
 
 
+def identity(fd: int) -> tuple[int, int]:
+    """Names the file behind a descriptor."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
 _FORGOTTEN: list[mmap.mmap] = []
 
 
@@ -69,8 +74,8 @@ class Buffers(Protocol):
 
     current: HostBuffer | None
 
-    def obtain(self, size: int) -> HostBuffer:
-        """A buffer of at least ``size`` bytes holding what the current one holds; raises ``NoRoom``."""
+    def obtain(self, size: int, *, keep: int = 0) -> HostBuffer:
+        """A buffer of at least ``size`` bytes, the first ``keep`` as they are now; raises ``NoRoom``."""
         ...
 
     def release(self) -> None: ...
@@ -82,7 +87,7 @@ class LocalBuffers:
     def __init__(self) -> None:
         self.current: HostBuffer | None = None
 
-    def obtain(self, size: int) -> HostBuffer:
+    def obtain(self, size: int, *, keep: int = 0) -> HostBuffer:
         current = self.current
         if current is not None and current.size >= size:
             return current
@@ -119,10 +124,9 @@ class AgentBuffers:
         if self.current is not None:
             self._ask({"bytes": 0, "give": True}, give=self.current.fd)
 
-    def obtain(self, size: int) -> HostBuffer:
+    def obtain(self, size: int, *, keep: int = 0) -> HostBuffer:
+        """Asks every time: the agent may have given our file up, or made another after a restart."""
         size = max(size, 1)
-        if self.current is not None and self.current.size >= size:
-            return self.current
         granted, fd = self._ask({"bytes": size})
         if fd is None or granted < size:
             if fd is not None:
@@ -130,11 +134,19 @@ class AgentBuffers:
             raise OperationFailed(
                 f"the agent granted {granted} of {size} bytes of host buffer: a fault of the agent"
             )
-        new = HostBuffer(fd, granted)
-        if self.current is not None:
-            if self.current.identity != new.identity:  # an agent that restarted made another file
-                new.bytes(0, self.current.size)[:] = self.current.bytes(0, self.current.size)
-            self.current.close()
+        current = self.current
+        if current is not None and current.size >= granted and current.identity == identity(fd):
+            os.close(fd)
+            return current
+        try:
+            new = HostBuffer(fd, granted)
+        except OSError as error:
+            os.close(fd)
+            raise NoRoom(f"the host buffer of {granted} bytes cannot be mapped ({error.strerror})") from error
+        if current is not None:
+            if current.identity != new.identity:
+                new.bytes(0, keep)[:] = current.bytes(0, keep)
+            current.close()
         self.current = new
         return new
 

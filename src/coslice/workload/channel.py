@@ -189,11 +189,9 @@ class Channel:
         try:
             answer = pb.WorkloadMessage(moved=self._move(op, command))
         except BaseException as error:  # the thread must outlive whatever a callback raises
-            told = (
-                error
-                if isinstance(error, CosliceError)
-                else OperationFailed(f"{type(error).__name__}: {error}")
-            )
+            told = error
+            if not isinstance(told, CosliceError):
+                told = OperationFailed(f"{type(error).__name__}: {error}")
             _log.warning("coslice: %s failed: %s", op, told)
             return pb.WorkloadMessage(move_failed=pb.MoveFailed(op=op, code=code_of(told), message=str(told)))
         self._last = (op, answer)
@@ -204,9 +202,7 @@ class Channel:
             out = command.move_out
             tags = frozenset(out.tags)
             move = self._state.move_out(wait=out.deadline_s, mode=out.mode or OFFLOAD, tags=tags)
-            self.resized(
-                self._state.measure()
-            )  # before the answer: the agent compares with what was registered
+            self.resized(self._state.measure())  # first: the agent compares with what was registered
         else:
             move = self._state.move_in()
         return pb.Moved(

@@ -1,5 +1,4 @@
-"""What this process shares between its handles: one mover, and per group one state, one gate hook, one
-channel.
+"""What this process shares between its handles: one mover; per group one state, one gate hook, one channel.
 
 Made by the first registration of a group, gone with its last handle. A forked child starts with none of it:
 its handles are dead, and the parent's channel and buffers are left alone.

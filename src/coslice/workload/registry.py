@@ -25,8 +25,7 @@ OFFLOAD, DISCARD = "offload", "discard"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """What a move did. ``device_before`` and ``device_after`` are the framework's figures; 0: the system's
-    count."""
+    """What a move did. ``device_before`` and ``_after`` are the framework's figures; 0: the system counts."""
 
     bytes: int
     seconds: float
@@ -60,7 +59,7 @@ class _Out:
 
 class GroupState:
     def __init__(self, group: str, mover: Mover, buffers: Buffers, *, verify: bool = False) -> None:
-        """``verify``: checksum what lies in host memory; finds faults, costs a pass over the bytes each way."""
+        """``verify``: checksum what lies in host memory; finds faults, costs a pass over it each way."""
         self.group, self.buffers = group, buffers
         self._mover, self._verify = mover, verify
         self._registrations: list[Registration] = []
@@ -100,15 +99,12 @@ class GroupState:
 
     def remove(self, registration: Registration) -> None:
         if self.parked(registration):
-            raise StateBusy(
-                "this state is in host memory: acquire() or restore() it before closing its handle"
-            )
+            raise StateBusy("this state is in host memory: bring it back before closing its handle")
         with self._lock:
             self._registrations = [each for each in self._registrations if each is not registration]
 
     def settle(self) -> None:
-        """Lay small storages side by side, so that they leave in whole pages. Only while no section is at
-        work."""
+        """Lay small storages side by side, so that they leave in whole pages. Not while a section works."""
         self._mover.run(self._settle)
 
     def settle_if_idle(self) -> None:
@@ -205,10 +201,10 @@ class GroupState:
                     leaving.append(_Out(owner, taken))
 
     def _save(self, leaving: Sequence[_Out]) -> None:
-        end = max((out.offset + out.taken.kept for out in self._out), default=0)
+        end = used = max((out.offset + out.taken.kept for out in self._out), default=0)
         for out in leaving:
             out.offset, end = end, end + out.taken.kept
-        buffer = self.buffers.obtain(end) if any(out.taken.kept for out in leaving) else None
+        buffer = self.buffers.obtain(end, keep=used) if end > used else None
         for out in leaving:
             out.taken.save(buffer, out.offset)
             out.checksum = self._checksum(buffer, out)

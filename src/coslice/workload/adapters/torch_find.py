@@ -177,11 +177,10 @@ def check_movable(blocks: list[Block]) -> None:
     """Raise ``ConfigError`` naming the first storage that cannot be given up."""
     for block in blocks:
         if block.device == "cpu" and (not block.storage.resizable() or block.storage.is_shared()):
-            why = (
-                "shared with other processes" if block.storage.is_shared() else "owned by numpy or other code"
-            )
+            shared = block.storage.is_shared()
+            why = "shared with other processes" if shared else "also used by numpy or other code"
             raise ConfigError(
-                f"tensor {block.name!r} cannot be moved: its memory is {why}; "
-                "register a copy that torch owns (tensor.clone()) instead",
+                f"tensor {block.name!r} cannot be moved: its memory is {why}; register a copy that torch "
+                "owns (tensor.clone()), and take numpy arrays of copies only (tensor.clone().numpy())",
                 data={"tensor": block.name},
             )
