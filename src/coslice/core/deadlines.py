@@ -88,8 +88,7 @@ def _overrun(turn: Turn) -> None:
     if rules.on_overrun == "warn":
         turn.set(occupancy=replace(held, overran=True))
         return
-    turn.take_back(held, why)
-    lease.settle(turn)
+    lease.revoke(turn, held, why)
 
 
 def _ask(turn: Turn) -> None:

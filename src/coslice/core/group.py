@@ -241,8 +241,7 @@ def _on_forgotten(turn: Turn, job: JobId) -> None:
     turn.refuse(job, RefuseCode.FAILED, f"{job} was forgotten by an operator: acquire again if it still runs")
     held = turn.group.occupancy
     if isinstance(held, Held) and held.job == job:
-        turn.take_back(held, f"{job} was forgotten by an operator")
-        lease.settle(turn)
+        lease.revoke(turn, held, f"{job} was forgotten by an operator")
     record = record_of(turn.group, job)
     if record is not None:
         gone = set(record.sessions)

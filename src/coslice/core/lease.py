@@ -158,6 +158,12 @@ def settle(turn: Turn) -> None:
     end(turn, held, f"{held.job} gave up lease {held.epoch} after {turn.at - held.since:.3f} s")
 
 
+def revoke(turn: Turn, held: Held, why: str) -> None:
+    """End the lease although not everybody gave it up."""
+    turn.take_back(held, why)
+    end(turn, held, f"{held.job} lost lease {held.epoch} after {turn.at - held.since:.3f} s: {why}")
+
+
 def end(turn: Turn, held: Held, text: str) -> None:
     """The lock is free; the job's state stays where it is until somebody needs the room."""
     group = turn.group

@@ -191,8 +191,7 @@ def fault_job(turn: Turn, job: JobId, fault: Fault) -> None:
     turn.refuse(job, fault.code, fault.reason)
     held = turn.group.occupancy
     if isinstance(held, Held) and held.job == job:
-        turn.take_back(held, fault.reason)
-        lease.settle(turn)
+        lease.revoke(turn, held, fault.reason)
 
 
 def requeue(turn: Turn, waiter: Waiter) -> None:
