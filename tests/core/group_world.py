@@ -1,8 +1,8 @@
-"""Nodes and clients around one real group, for tests: they behave as agents and clients do, with faults on demand.
+"""Nodes and clients around one real group, for tests: they behave as agents and clients do, with faults.
 
-``Node`` is an agent with one device that holds one job's state at a time; it works on one operation at a time, in
-order, and what it says travels on a stream that may be cut. ``World`` carries out the group's effects and judges:
-it knows the truth about every device and what every client believes, and it checks each step.
+``Node`` is an agent with one device that holds one job's state at a time; it works on one operation at a time,
+in order, and what it says travels on a stream that may be cut. ``World`` carries out the group's effects and
+judges: it knows the truth about every device and what every client believes, and it checks each step.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,17 @@ import msgspec
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.events import ContextFact, ContextState, NodeFacts
-from coslice.core.group import Group, GroupRules, Held, Rejected, new_group, next_deadline, restarted, resume, step
+from coslice.core.group import (
+    Group,
+    GroupRules,
+    Held,
+    Rejected,
+    new_group,
+    next_deadline,
+    restarted,
+    resume,
+    step,
+)
 from coslice.core.group_state import PARKED, open_asks
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, OpId, RequestId, SessionId
 from coslice.core.invariants import check_group_step
@@ -131,6 +141,7 @@ class World:
         self.gone: set[RequestId] = set()  # abandoned: never to be granted again
         self.last: Step[Group, fx.GroupEffect] = Step(self.group)
         self.reasons: list[fx.Reason] = []
+        self.effects: list[fx.GroupEffect] = []
 
     # ── one event ──
 
@@ -144,6 +155,7 @@ class World:
         check_group_step(before, event, taken)
         self.group, self.last = taken.state, taken
         self.reasons += taken.reasons
+        self.effects += taken.effects
         for effect in taken.effects:
             self.carry_out(effect)
         return taken
@@ -212,7 +224,9 @@ class World:
     def yield_(self, client: Client) -> None:
         assert client.holding
         client.last_yield, client.holding = client.holding[1], None
-        self.apply(ev.LeaseYielded(at=self.now, job=client.job, session=client.session, epoch=client.last_yield))
+        self.apply(
+            ev.LeaseYielded(at=self.now, job=client.job, session=client.session, epoch=client.last_yield)
+        )
 
     def abandon(self, client: Client) -> None:
         request = client.asking or (client.holding and client.holding[0])

@@ -1,8 +1,8 @@
 """Random histories against the real lock, with nodes and clients that know the truth as the judges.
 
 Clients come and go, cancel, lose their connections and run as several processes; nodes fail, hang and vanish;
-the orchestrator is restarted at any moment. After every step the invariants hold, and in the end everybody who
-still waits is served.
+the orchestrator is restarted at any moment. After every step the invariants hold, and in the end everybody
+who still waits is served.
 """
 
 import pytest
@@ -41,7 +41,9 @@ class GroupMachine(RuleBasedStateMachine):
         return chosen[index % len(chosen)] if chosen else None
 
     def a_node(self, index: int, **which: bool) -> Node | None:
-        chosen = [n for n in self.world.nodes.values() if all(bool(getattr(n, k)) is v for k, v in which.items())]
+        chosen = [
+            n for n in self.world.nodes.values() if all(bool(getattr(n, k)) is v for k, v in which.items())
+        ]
         return chosen[index % len(chosen)] if chosen else None
 
     # ── clients ──
@@ -172,7 +174,9 @@ class GroupMachine(RuleBasedStateMachine):
     @rule(index=pick)
     def nodes_change(self, index: int) -> None:
         names = sorted(self.world.nodes)
-        fewer = tuple(n for i, n in enumerate(names) if i != index % len(names)) if index % 3 else tuple(names)
+        fewer = (
+            tuple(n for i, n in enumerate(names) if i != index % len(names)) if index % 3 else tuple(names)
+        )
         self.world.apply(ev.NodesChanged(at=self.world.now, nodes=fewer))
         for name in names:
             if name not in fewer:

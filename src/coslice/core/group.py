@@ -254,11 +254,11 @@ def _on_forgotten(turn: Turn, job: JobId) -> None:
 def _advance(turn: Turn, policy: Policy) -> None:
     """Give the lock to the next waiter if it is free. One place decides this, after every event."""
     group = turn.group
-    if not group.waiters or isinstance(group.occupancy, Held | Swapping):
-        return
     if not group.views:
         for waiter in group.waiters:
             turn.refuse(waiter.job, RefuseCode.GROUP_EMPTY, f"the last node of group {group.id} is gone")
+        return
+    if not group.waiters or isinstance(group.occupancy, Held | Swapping):
         return
     candidates = eligible(group)
     if candidates:

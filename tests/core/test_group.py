@@ -1,0 +1,829 @@
+"""Each edge of the group's lock, one by one. Random histories: test_group_properties."""
+
+import pytest
+from core.group_world import LIVE, RULES, SAVED, Client, World
+from msgspec.structs import replace
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.effects import ReasonCode, RefuseCode
+from coslice.core.events import ContextFact, NodeFacts
+from coslice.core.group import Empty, Held, Rejected, Resident, Swapping, next_deadline, stalled
+from coslice.core.ids import Epoch, Incarnation, JobId, NodeId, OpId, SessionId
+from coslice.core.policy import FewestSwaps
+
+
+def world(*nodes: str, **rules: object) -> World:
+    made = World(*(nodes or ("n0",)), rules=replace(RULES, **rules))
+    for name in made.nodes:
+        made.attach(name)
+    return made
+
+
+def effects(w: World, kind: type) -> list:
+    return [e for e in w.last.effects if isinstance(e, kind)]
+
+
+def codes(w: World) -> list[ReasonCode]:
+    return [r.code for r in w.last.reasons]
+
+
+def hold(w: World, session: str, job: str, **more: object) -> Client:
+    """The client asks, is granted, confirms and uses the device."""
+    client = w.client(session, job=job, **more)
+    w.ask(client)
+    w.settle()
+    assert client.holding, w.group
+    w.confirm(client)
+    w.use_device(client)
+    w.settle()
+    return client
+
+
+def wait_behind(w: World, session: str, job: str, **more: object) -> Client:
+    client = w.client(session, job=job, **more)
+    w.ask(client)
+    assert client.asking
+    return client
+
+
+# ── granting ──
+
+
+def test_a_cold_job_is_granted_at_once() -> None:
+    w = world("n0", "n1")
+    w.ask(w.client("a1", job="a"))
+    (grant,) = effects(w, fx.Grant)
+    assert (grant.epoch, grant.restored, grant.reason.code) == (1, False, ReasonCode.GRANTED_EMPTY)
+    assert not effects(w, fx.MakeResident)
+
+
+def test_two_cold_jobs_take_turns() -> None:
+    """C1: neither ever touched the device."""
+    w = world()
+    a = w.client("a1", job="a")
+    w.ask(a)
+    b = wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.settle()
+    assert b.holding
+
+
+def test_a_returning_resident_pays_nothing_and_is_told_so() -> None:
+    w = world()
+    a = hold(w, "a1", "a")
+    w.yield_(a)
+    assert codes(w) == [ReasonCode.YIELDED, ReasonCode.SNAPSHOT_DEFERRED]
+    assert w.group.occupancy == Resident(job=JobId("a"))
+    w.ask(a)
+    (grant,) = effects(w, fx.Grant)
+    assert (grant.restored, grant.bytes_in, grant.reason.code) == (False, 0, ReasonCode.GRANTED_RESIDENT)
+    assert w.group.swaps == 0
+
+
+def test_a_swap_grants_only_when_every_node_has_reported() -> None:
+    w = world("n0", "n1")
+    a = hold(w, "a1", "a")
+    b = wait_behind(w, "b1", "b")
+    w.yield_(a)
+    commands = effects(w, fx.MakeResident)
+    assert [c.op for c in commands] == ["g/2/n0", "g/2/n1"]
+    w.nodes["n0"].work("none")
+    w.deliver(w.nodes["n0"])
+    assert not b.holding
+    w.nodes["n1"].work("none")
+    w.deliver(w.nodes["n1"])
+    (grant,) = effects(w, fx.Grant)
+    assert (grant.reason.code, grant.bytes_out, grant.restored) == (ReasonCode.GRANTED_SWAPPED, 200, False)
+    assert (w.group.swaps, w.group.bytes_moved) == (1, 200)
+
+
+def test_the_one_who_comes_back_is_restored_and_told_so() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.settle()
+    w.confirm(b)
+    w.ask(a)
+    w.yield_(b)
+    w.settle()
+    (grant,) = effects(w, fx.Grant)
+    assert (grant.job, grant.restored, grant.bytes_in) == ("a", True, 100)
+
+
+def test_jobs_that_fit_together_move_nothing_and_the_grant_has_the_figures() -> None:
+    w = world()
+    a = hold(w, "a1", "a")
+    both = tuple(ContextFact(job=JobId(j), state=LIVE, bytes=60 << 20) for j in "ab")
+    facts = NodeFacts(version=99, contexts=both, device_budget=512 << 20)
+    w.nodes["n0"].contexts = {}  # our judge of one-job devices is not asked here
+    w.apply(ev.NodeReported(at=0.0, node=NodeId("n0"), facts=facts))
+    wait_behind(w, "b1", "b")
+    w.yield_(a)
+    (grant,) = effects(w, fx.Grant)
+    assert grant.reason.code is ReasonCode.GRANTED_BOTH_FIT
+    assert "a 60 MiB + b 60 MiB fit in 512 MiB on n0" in grant.reason.text
+    assert w.group.swaps == 0
+
+
+def test_the_need_goes_with_the_command() -> None:
+    w = world()
+    a = hold(w, "a1", "a")
+    w.apply(
+        ev.AcquireRequested(
+            at=0.0,
+            job=JobId("b"),
+            incarnation=Incarnation("i"),
+            session=w.client("b1", job="b").session,
+            request="b1/1",
+            need=77,
+        )
+    )
+    w.yield_(a)
+    assert [c.need for c in effects(w, fx.MakeResident)] == [77]
+
+
+def test_the_last_holder_may_have_used_the_device_before_its_agent_says_so() -> None:
+    """C2: a yields before the agent's word of its allocation arrives; b must not be put beside it."""
+    w = world()
+    a = w.client("a1", job="a")
+    w.ask(a)
+    w.confirm(a)
+    w.use_device(a)  # the facts are still on their way
+    b = wait_behind(w, "b1", "b")
+    w.yield_(a)
+    assert effects(w, fx.MakeResident)
+    w.settle()
+    assert b.holding
+    assert w.nodes["n0"].contexts["a"] is SAVED
+
+
+# ── queue and requests ──
+
+
+def test_a_repeated_request_keeps_its_place() -> None:
+    w = world()
+    hold(w, "a1", "a")
+    b, c = wait_behind(w, "b1", "b"), wait_behind(w, "c1", "c")
+    w.ask(b)
+    assert codes(w) == [ReasonCode.REPEATED]
+    assert w.open_requests() == [b.asking, c.asking]
+
+
+def test_a_repeated_request_gets_its_grant_again() -> None:
+    w = world()
+    a = w.client("a1", job="a")
+    w.ask(a)
+    assert a.holding
+    a.asking = a.holding[0]
+    w.ask(a)
+    (grant,) = effects(w, fx.Grant)
+    assert grant.epoch == 1
+    assert w.group.epoch == 1
+
+
+def test_a_full_queue_refuses() -> None:
+    w = world(max_waiters=1)
+    hold(w, "a1", "a")
+    wait_behind(w, "b1", "b")
+    c = w.client("c1", job="c")
+    w.ask(c)
+    assert c.refused == [RefuseCode.LIMIT]
+
+
+def test_a_group_of_no_nodes_refuses_and_says_what_to_do() -> None:
+    w = World()
+    a = w.client("a1", job="a")
+    w.ask(a)
+    assert a.refused == [RefuseCode.GROUP_EMPTY]
+    assert "start an agent" in effects(w, fx.Refuse)[0].reason
+
+
+@pytest.mark.parametrize("moment", ["queued", "swapping", "granted", "confirmed"])
+def test_an_abandoned_request_leaves_nothing_behind(moment: str) -> None:
+    w = world()
+    a = hold(w, "a1", "a")
+    b = wait_behind(w, "b1", "b")
+    c = wait_behind(w, "c1", "c")
+    if moment != "queued":
+        w.yield_(a)
+    if moment in ("granted", "confirmed"):
+        w.settle()
+    if moment == "confirmed":
+        w.confirm(b)
+    w.abandon(b)
+    if moment == "queued":
+        w.yield_(a)
+    w.settle()
+    assert c.holding
+    assert w.group.waiters == ()
+
+
+def test_a_swap_whose_caller_left_makes_its_job_resident() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.abandon(b)
+    w.settle()
+    assert w.group.occupancy == Resident(job=JobId("b"))
+    w.ask(b)
+    assert b.holding or isinstance(w.group.occupancy, Swapping)
+    w.settle()
+    assert b.holding
+
+
+def test_an_unconfirmed_grant_is_taken_back() -> None:
+    w = world()
+    a = w.client("a1", job="a")
+    w.ask(a)
+    b = wait_behind(w, "b1", "b")
+    w.wait(4.9)
+    assert a.holding
+    w.wait(0.2)
+    w.settle()
+    assert not a.holding
+    assert b.holding
+    assert ReasonCode.UNCONFIRMED in [r.code for r in w.reasons]
+
+
+def test_a_part_of_a_larger_request_is_confirmed_when_that_is_complete() -> None:
+    w = world()
+    a = w.client("a1", job="a")
+    w.ask(a, more=True)
+    assert a.holding
+    w.wait(60)
+    assert isinstance(w.group.occupancy, Held)
+    w.apply(ev.AcquireCompleted(at=w.now, request=a.holding[0]))
+    assert next_deadline(w.group) == w.now + 5
+    w.wait(5)
+    assert isinstance(w.group.occupancy, Resident)
+
+
+def test_a_late_confirmation_changes_nothing() -> None:
+    w = world()
+    before = w.group
+    w.apply(ev.GrantConfirmed(at=0.0, request="ghost"))
+    assert w.group == before
+    assert codes(w) == [ReasonCode.STALE]
+
+
+# ── many processes ──
+
+
+def test_processes_of_one_start_share_the_lease() -> None:
+    w = world()
+    one = hold(w, "a1", "a")
+    two = w.client("a2", job="a")
+    w.ask(two)
+    assert two.holding == ("a2/1", 1)
+    assert codes(w) == [ReasonCode.JOINED]
+    wait_behind(w, "b1", "b")
+    w.yield_(one)
+    assert codes(w) == [ReasonCode.PARTLY_YIELDED]
+    w.yield_(two)
+    assert isinstance(w.group.occupancy, Swapping)
+
+
+def test_a_process_that_yielded_queues_again_behind_the_others() -> None:
+    w = world()
+    one = hold(w, "a1", "a")
+    hold(w, "a2", "a")
+    b = wait_behind(w, "b1", "b")
+    w.yield_(one)
+    w.ask(one)
+    assert not one.holding
+    assert w.open_requests() == [b.asking, one.asking]
+
+
+def test_waiting_processes_of_one_start_share_one_place() -> None:
+    w = world()
+    a = hold(w, "a1", "a")
+    one, two = wait_behind(w, "b1", "b"), wait_behind(w, "b2", "b")
+    assert len(w.group.waiters) == 1
+    w.yield_(a)
+    w.settle()
+    assert one.holding
+    assert two.holding
+    assert one.holding[1] == two.holding[1]
+
+
+def test_with_a_world_of_n_the_lease_ends_when_n_have_yielded() -> None:
+    w = world()
+    one = hold(w, "a1", "a", world=2)
+    b = wait_behind(w, "b1", "b")
+    w.yield_(one)
+    assert isinstance(w.group.occupancy, Held)
+    two = w.client("a2", job="a", world=2)
+    w.ask(two)
+    assert two.holding
+    w.yield_(two)
+    w.settle()
+    assert b.holding
+
+
+def test_a_world_whose_processes_are_all_gone_is_over() -> None:
+    w = world()
+    one = hold(w, "a1", "a", world=2)
+    b = wait_behind(w, "b1", "b")
+    w.yield_(one)
+    w.close(one)
+    w.settle()
+    assert b.holding
+
+
+def test_another_start_of_a_running_job_is_refused_naming_the_first() -> None:
+    w = world()
+    hold(w, "a1", "a", incarnation="first")
+    again = w.client("a2", job="a", incarnation="second")
+    w.ask(again)
+    assert again.refused == [RefuseCode.JOB_RUNNING]
+    assert "first" in effects(w, fx.Refuse)[0].reason
+
+
+def test_another_start_takes_over_from_one_that_ended() -> None:
+    w = world()
+    old = hold(w, "a1", "a", incarnation="first")
+    w.close(old)
+    w.settle()
+    again = w.client("a2", job="a", incarnation="second")
+    w.ask(again)
+    assert again.holding
+
+
+# ── yielding ──
+
+
+def test_a_yield_counts_once_and_its_repeat_succeeds() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.settle()
+    before = w.group
+    w.apply(ev.LeaseYielded(at=0.0, job=a.job, session=a.session, epoch=Epoch(1)))
+    assert w.group == before
+    assert b.holding
+
+
+@pytest.mark.parametrize(
+    ("session", "epoch", "code"),
+    [("b1", 1, "stale_lease"), ("ghost", 2, "not_held"), ("ghost", 9, "not_held"), ("ghost", 0, "not_held")],
+)
+def test_a_yield_of_no_lease_of_ones_own_is_rejected(session: str, epoch: int, code: str) -> None:
+    w = world()
+    a = hold(w, "a1", "a")
+    wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.settle()
+    before = w.group
+    with pytest.raises(Rejected) as refusal:
+        w.apply(ev.LeaseYielded(at=0.0, job=JobId("b"), session=SessionId(session), epoch=Epoch(epoch)))
+    assert refusal.value.code == code
+    assert refusal.value.data["current_epoch"] == "2"
+    assert w.group == before
+
+
+# ── sessions ──
+
+
+def test_a_lost_holder_keeps_its_lease_for_the_grace() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.drop(a)
+    w.wait(9)
+    w.reconnect(a)
+    w.wait(60)
+    assert a.holding
+    w.drop(a)
+    w.wait(10)
+    w.settle()
+    assert b.holding
+    assert [e.session for e in w.effects if isinstance(e, fx.LoseLease)] == [a.session]
+    with pytest.raises(Rejected, match="epoch is 2"):
+        w.apply(ev.LeaseYielded(at=w.now, job=a.job, session=a.session, epoch=Epoch(1)))
+
+
+def test_a_lost_waiter_keeps_its_place_but_is_passed_over() -> None:
+    w = world()
+    a = hold(w, "a1", "a")
+    b, c = wait_behind(w, "b1", "b"), wait_behind(w, "c1", "c")
+    w.drop(b)
+    w.yield_(a)
+    w.settle()
+    assert c.holding
+    w.reconnect(b)
+    w.ask(a)
+    assert w.open_requests() == [b.asking, a.asking]
+    w.confirm(c)
+    w.drop(b)
+    w.wait(10)
+    assert w.open_requests() == [a.asking]
+
+
+def test_a_goodbye_ends_everything_at_once() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    c = wait_behind(w, "c1", "c")
+    w.close(b)
+    w.close(a)
+    w.settle()
+    assert c.holding
+
+
+def test_a_session_that_nobody_knows_changes_nothing() -> None:
+    w = world()
+    before = w.group
+    for event in (ev.SessionLost, ev.SessionResumed, ev.SessionClosed):
+        w.apply(event(at=0.0, session=SessionId("ghost")))
+    assert w.group == before
+
+
+# ── faults ──
+
+
+def test_a_job_that_cannot_be_restored_is_faulted_and_the_next_goes_on() -> None:
+    """C10."""
+    w = world("n0", "n1")
+    a = hold(w, "a1", "a")
+    b, c = wait_behind(w, "b1", "b"), wait_behind(w, "c1", "c")
+    w.yield_(a)
+    w.nodes["n0"].work("incoming")
+    w.deliver(w.nodes["n0"])
+    assert b.refused == [RefuseCode.JOB_FAULTED]
+    assert [e.op for e in effects(w, fx.MakeResident)] == ["g/3/n0", "g/3/n1"]
+    w.settle()  # the late report of epoch 2 from n1 is heard as well
+    assert c.holding
+    w.ask(b)
+    assert b.refused == [RefuseCode.JOB_FAULTED] * 2
+    w.close(b)
+    again = wait_behind(w, "b2", "b", incarnation="b-2")
+    w.yield_(c)
+    w.settle()
+    assert again.holding
+
+
+def test_a_fault_is_over_when_the_agent_sees_a_new_start() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.nodes["n0"].work("incoming")
+    w.settle()
+    assert w.group.jobs[-1].fault
+    w.nodes["n0"].contexts["b"] = LIVE
+    w.nodes["n0"].incarnations["b"] = Incarnation("b-2")
+    w.close(b)
+    w.nodes["n0"].push()
+    w.settle()
+    assert all(r.fault is None for r in w.group.jobs)
+
+
+def test_an_evictee_at_fault_does_not_cost_the_incoming_job_its_turn() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    wait_behind(w, "c1", "c")
+    w.yield_(a)
+    w.ask(a)
+    w.nodes["n0"].work("evictee")
+    w.deliver(w.nodes["n0"])
+    assert a.refused == [RefuseCode.JOB_FAULTED]
+    assert ReasonCode.RETRY in codes(w)
+    w.settle()
+    assert b.holding
+    assert b.holding[1] == 3
+
+
+def test_the_retries_for_a_waiter_are_bounded() -> None:
+    w = world(max_attempts=2)
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    c = wait_behind(w, "c1", "c")
+    w.yield_(a)
+    for _ in range(2):
+        epoch = w.group.epoch
+        w.apply(
+            ev.OpFailed(
+                at=0.0, op=OpId(f"g/{epoch}/n0"), node=NodeId("n0"), culprit=JobId("z"), reason="again"
+            )
+        )
+    assert b.refused == [RefuseCode.FAILED]
+    w.settle()
+    assert c.holding
+
+
+def test_a_stuck_evictee_blocks_only_until_it_left_and_may_go_on_itself() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.nodes["n0"].work("stuck")
+    w.deliver(w.nodes["n0"])
+    assert ReasonCode.BLOCKED in codes(w)
+    assert w.open_requests() == [b.asking]
+    assert w.group.occupancy == Resident(job=JobId("a"))
+    c = wait_behind(w, "c1", "c")
+    w.ask(a)
+    assert a.holding  # it is there: nothing moves
+    w.nodes["n0"].stuck = None
+    w.yield_(a)  # it left its section: worth another try
+    w.settle()
+    assert b.holding
+    assert c.asking
+
+
+def test_a_stuck_evictee_that_is_gone_blocks_nobody() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.nodes["n0"].work("stuck")
+    w.deliver(w.nodes["n0"])
+    del w.nodes["n0"].contexts["a"]
+    w.nodes["n0"].push()
+    w.settle()
+    assert b.holding
+    assert w.group.stuck == ()
+
+
+def test_a_stuck_evictee_is_tried_again_after_a_while() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.nodes["n0"].work("stuck")
+    w.deliver(w.nodes["n0"])
+    w.nodes["n0"].stuck = None
+    w.wait(15)
+    w.settle()
+    assert b.holding
+
+
+def test_a_stray_process_is_named_and_nobody_is_faulted() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.apply(
+        ev.OpFailed(
+            at=0.0,
+            op=OpId("g/2/n0"),
+            node=NodeId("n0"),
+            culprit=JobId(""),
+            reason="vim",
+            stuck=True,
+            pid=4711,
+        )
+    )
+    assert any("pid 4711" in r.text for r in w.last.reasons)
+    assert all(r.fault is None for r in w.group.jobs)
+    w.nodes["n0"].ops.clear()
+    w.wait(15)
+    w.settle()
+    assert b.holding
+
+
+def test_after_a_failure_elsewhere_no_node_is_trusted_before_it_reports() -> None:
+    """C6: n0 may be moving a out at this moment although its last word says that a is loaded."""
+    w = world("n0", "n1")
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.ask(a)
+    w.nodes["n1"].work("incoming")
+    w.deliver(w.nodes["n1"])
+    assert b.refused
+    assert not a.holding
+    assert "g/3/n0" in [e.op for e in effects(w, fx.MakeResident)]
+    w.settle()
+    assert a.holding
+    assert w.nodes["n0"].contexts["a"] is LIVE
+
+
+def test_a_report_without_facts_is_believed_as_little_as_possible() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.nodes["n0"].work("none")
+    done = w.nodes["n0"].mail.pop()
+    w.apply(replace(done, facts=None))
+    assert b.holding
+    w.ask(a)
+    w.yield_(b)
+    assert [e.op for e in effects(w, fx.MakeResident)] == ["g/3/n0"]
+
+
+def test_an_operator_can_forget_a_job() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.apply(ev.JobForgotten(at=0.0, job=JobId("a")))
+    assert not a.holding
+    w.settle()
+    assert b.holding
+    assert [r.job for r in w.group.jobs] == ["b"]
+
+
+# ── nodes ──
+
+
+def test_a_node_that_comes_back_is_told_the_same_again() -> None:
+    w = world("n0", "n1")
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.detach("n1")
+    w.attach("n1")
+    assert [(e.op, e.node) for e in effects(w, fx.MakeResident)] == [("g/2/n1", "n1")]
+    w.settle()
+    assert b.holding
+    assert b.holding[1] == 2
+
+
+def test_without_an_agent_nothing_is_granted_and_after_a_while_the_node_is_left_out() -> None:
+    w = world("n0", "n1")
+    w.detach("n1")
+    a = wait_behind(w, "a1", "a")
+    w.settle()
+    assert a.asking
+    w.wait(60)
+    w.settle()
+    assert a.holding
+    assert w.group.nodes == ("n0",)
+
+
+def test_state_on_a_lost_node_is_reported_and_welcome_back() -> None:
+    w = world("n0", "n1")
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.settle()
+    w.confirm(b)
+    w.detach("n1")
+    w.wait(60)
+    w.ask(a)
+    assert a.refused == [RefuseCode.NODE_LOST]
+    w.attach("n1")
+    w.ask(a)
+    w.yield_(b)
+    w.settle()
+    assert a.holding
+
+
+def test_the_last_node_takes_the_queue_with_it() -> None:
+    w = world()
+    hold(w, "a1", "a")
+    b = wait_behind(w, "b1", "b")
+    a = w.clients[SessionId("a1")]
+    w.apply(ev.NodesChanged(at=0.0, nodes=()))
+    w.yield_(a)
+    assert b.refused == [RefuseCode.GROUP_EMPTY]
+    assert isinstance(w.group.occupancy, Resident | Empty)
+
+
+def test_epochs_go_on_above_what_any_agent_has_seen() -> None:
+    """A restored backup of the store must not fence the living."""
+    w = World("n0")
+    w.nodes["n0"].epoch = 41
+    w.attach("n0")
+    a = w.client("a1", job="a")
+    w.ask(a)
+    assert a.holding
+    assert a.holding[1] == 42
+
+
+def test_a_swap_begins_again_above_the_epoch_of_an_agent_that_knows_better() -> None:
+    w = World("n0", "n1")
+    w.attach("n0")
+    b = wait_behind(w, "b1", "b")
+    w.nodes["n1"].epoch = 41
+    w.attach("n1")
+    assert w.group.epoch == 42
+    w.settle()
+    assert b.holding
+    assert b.holding[1] == 42
+
+
+def test_a_node_whose_word_is_older_changes_nothing() -> None:
+    w = world()
+    hold(w, "a1", "a")
+    before = w.group
+    w.apply(ev.NodeReported(at=0.0, node=NodeId("n0"), facts=NodeFacts(version=0)))
+    assert w.group == before
+    w.apply(ev.NodeReported(at=0.0, node=NodeId("elsewhere"), facts=NodeFacts(version=9)))
+    assert w.group == before
+
+
+# ── time ──
+
+
+def test_a_long_holder_is_asked_once_to_give_way() -> None:
+    w = world()
+    a = hold(w, "a1", "a")
+    w.wait(30)
+    wait_behind(w, "b1", "b")
+    w.wait(19.9)
+    assert ReasonCode.ASKED_TO_YIELD not in [r.code for r in w.reasons]
+    w.wait(0.2)
+    (asked,) = effects(w, fx.AskYield)
+    assert (asked.session, asked.waiting, asked.longest_wait) == (a.session, 1, pytest.approx(20))
+    w.wait(100)
+    assert [r.code for r in w.reasons].count(ReasonCode.ASKED_TO_YIELD) == 1
+
+
+def test_the_longest_hold_counts_only_while_somebody_waits() -> None:
+    w = world()
+    a = hold(w, "a1", "a")
+    w.wait(1000)
+    b = wait_behind(w, "b1", "b")
+    w.wait(200)
+    w.abandon(b)
+    w.wait(1000)
+    w.ask(b)
+    w.wait(99)
+    assert a.holding
+    w.wait(2)
+    w.settle()
+    assert not a.holding
+    assert b.holding
+    assert ReasonCode.OVERRAN in [r.code for r in w.reasons]
+
+
+def test_on_overrun_warn_only_warns() -> None:
+    w = world(on_overrun="warn")
+    a = hold(w, "a1", "a")
+    wait_behind(w, "b1", "b")
+    w.wait(1000)
+    assert a.holding
+    assert [r.code for r in w.reasons].count(ReasonCode.OVERRAN) == 1
+
+
+def test_a_restart_keeps_leases_places_and_gives_everybody_a_full_grace() -> None:
+    """C11."""
+    w = world("n0")
+    a = hold(w, "a1", "a")
+    queue = [wait_behind(w, f"{j}1", j) for j in "bcd"]
+    w.wait(9)
+    w.restart()
+    for client in [*queue[::-1], a]:
+        w.reconnect(client)
+    w.attach("n0")
+    assert a.holding
+    assert w.open_requests() == [c.asking for c in queue]
+    w.yield_(a)
+    for client in queue:
+        w.settle()
+        assert client.holding
+        w.yield_(client)
+
+
+def test_who_does_not_return_after_a_restart_is_given_up() -> None:
+    w = world()
+    hold(w, "a1", "a")
+    b = wait_behind(w, "b1", "b")
+    w.restart()
+    w.attach("n0")
+    w.reconnect(b)
+    w.wait(9.9)
+    assert b.asking
+    w.wait(0.2)
+    w.settle()
+    assert b.holding
+
+
+def test_a_restart_in_the_middle_of_a_swap_names_the_same_operation() -> None:
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.restart()
+    w.reconnect(b)
+    w.attach("n0")
+    assert [e.op for e in effects(w, fx.MakeResident)] == ["g/2/n0"]
+    w.settle()
+    assert b.holding
+
+
+def test_after_a_stall_every_deadline_has_its_full_time() -> None:
+    w = world("n0", "n1")
+    a = hold(w, "a1", "a")
+    wait_behind(w, "b1", "b")
+    w.drop(a)
+    w.detach("n1")
+    later = stalled(w.group, 500.0)
+    assert [s.deadline for s in later.lost] == [510.0]
+    assert {v.detached_at for v in later.views if not v.attached} == {500.0}
+
+
+def test_fewest_swaps_serves_the_resident_first() -> None:
+    w = World("n0", policy=FewestSwaps(max_wait=1000))
+    w.attach("n0")
+    a = hold(w, "a1", "a")
+    two = hold(w, "a2", "a")
+    wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.ask(a)
+    w.yield_(two)
+    assert a.holding
+    assert w.group.swaps == 0
+
+
+def test_two_loaded_jobs_at_the_start_do_not_confuse_the_lock() -> None:
+    """C3: nobody holds, yet two jobs are on the device."""
+    w = World("n0")
+    node = w.nodes[NodeId("n0")]
+    node.contexts = {JobId("a"): LIVE, JobId("b"): LIVE}
+    node.incarnations = {JobId("a"): Incarnation("a-1"), JobId("b"): Incarnation("b-1")}
+    w.attach("n0")
+    assert w.group.occupancy == Resident(job=JobId("a"))
+    c = w.client("c1", job="c")
+    w.ask(c)
+    w.settle()
+    assert c.holding
