@@ -154,7 +154,8 @@ async def test_explain_says_why_a_job_waits(world: World) -> None:
     await b.ask("pool")
     await a.until("pool", lambda group: len(group.waiters) == 1)
     lines = await a.explain("pool", "job-b")
-    assert any("job-b waits" in line and "job-a" in line for line in lines), lines
+    assert "job-b has waited for pool" in lines[0], lines
+    assert any("job-a holds the lock" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("offer", ["", "a b", "-x"])

@@ -6,7 +6,7 @@ from orchestrator.raw_client import RawClient
 from orchestrator.world import World
 
 from coslice.orchestrator.config import GroupConfig
-from coslice.testing.fake_agent import failing
+from coslice.testing.fake_agent import failing, gated
 from coslice.wire.v1 import coslice_pb2 as pb
 
 TWO = (GroupConfig(id="samplers", rank=1), GroupConfig(id="trainers", rank=0))
@@ -125,13 +125,14 @@ async def test_a_restart_in_the_middle_takes_it_up_again(world: World, store: st
 
 async def test_a_lease_lost_while_waiting_for_the_other_ends_the_request(world: World) -> None:
     await world.start(groups=TWO, max_hold=0.1)
-    await world.agent(groups=NAMES)
+    await world.agent(node="n0", groups=("trainers",))
+    never = await world.agent(node="n1", groups=("samplers",), behaviour=gated(asyncio.Event()))
     a, b, c = [await world.client(job) for job in ("job-a", "job-b", "job-c")]
-    held = await b.acquire("samplers")
+    await b.yielded(await b.acquire("samplers"))
     wants = await a.ask(*NAMES)
-    await b.until("trainers", lambda group: group.job == "job-a")
-    assert held
+    await never.wait_commands(1)  # trainers are taken, samplers are on their way and will not come
     theirs = await c.granted(await c.ask("trainers"))
     assert theirs.leases[0].group == "trainers"
-    await a.refused(wants)
-    await b.until("samplers", lambda group: all(waiter.job != "job-a" for waiter in group.waiters))
+    refused = await a.refused(wants)
+    assert "trainers was lost" in refused.message
+    await b.until("samplers", lambda group: not group.waiters)

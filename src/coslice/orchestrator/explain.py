@@ -1,29 +1,31 @@
-"""Why a job waits, in prose: where things stand now, then the group's last decisions with their reasons."""
+"""Why a job waits, in prose: how things stand now (core.story), then the group's last decisions."""
 
-from coslice.core.group_state import occupant
-from coslice.orchestrator import views
-from coslice.orchestrator.groups import GroupLock
+from coslice.core import story
+from coslice.core.ids import JobId
+from coslice.orchestrator.groups import Decision, GroupLock
 
 LINES = 20
 
 
 def explain(lock: GroupLock, *, now: float, job: str, last: int) -> list[str]:
-    """Lines for people, the present first; ``job`` (empty: any) chooses whose decisions are told."""
+    """Lines for people. The present comes first; then at most ``last`` decisions, the oldest first.
+
+    ``job`` (empty: any) chooses whose waiting is explained and whose decisions are told.
+    """
     group = lock.state
-    who = f" by {holder}" if (holder := occupant(group)) else ""
-    lines = [
-        f"group {group.id} is {views.occupancy_name(group)}{who} since {max(0.0, now - group.since):.1f} s, "
-        f"epoch {group.epoch}, policy {lock.config.policy}"
-    ]
-    for waiter in views.status(group, policy=lock.config.policy, now=now).waiters:
-        if job in ("", waiter.job):
-            lines.append(f"{waiter.job} waits for {waiter.waited_s:.1f} s: {waiter.reason}")
-    if job and len(lines) == 1:
-        lines.append(f"{job} waits for nothing here")
-    told = [
-        f"{max(0.0, now - decision.at):.1f} s ago: {reason.text} [{reason.code}]"
-        for decision in lock.decisions
-        for reason in decision.reasons
-        if not job or job in reason.text
-    ]
+    if job:
+        lines = [*story.why_waiting(group, JobId(job), now), *story.where(group, JobId(job))]
+    else:
+        lines = story.describe(group, now)
+        for waiter in group.waiters:
+            lines.append(story.why_waiting(group, waiter.job, now)[0])
+    told = [line for decision in lock.decisions for line in _tell(decision, job, now)]
     return lines + told[-last:]
+
+
+def _tell(decision: Decision, job: str, now: float) -> list[str]:
+    """A decision is a job's own if a text of its event's reasons names it; all of them are then told."""
+    texts = [reason.text for reason in decision.reasons]
+    if job and not any(job in text for text in texts):
+        return []
+    return [f"{max(0.0, now - decision.at):.1f} s ago: {text}" for text in texts]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import assert_never
 
+from coslice.core import story
 from coslice.core.group_state import (
     Empty,
     Group,
@@ -11,8 +12,6 @@ from coslice.core.group_state import (
     Resident,
     Swapping,
     active,
-    blockers,
-    has_live_ask,
     is_lost,
     occupant,
 )
@@ -85,39 +84,18 @@ def status(group: Group, *, policy: str, now: float) -> pb.GroupStatus:
 def _waiters(group: Group, now: float) -> Iterator[pb.WaiterStatus]:
     swap = group.occupancy
     if isinstance(swap, Swapping) and swap.waiter is not None:
-        nodes = ", ".join(swap.pending)
-        yield _waiter(swap.waiter, f"its turn: state is on its way in on {nodes}", now)
+        yield _waiter(swap.waiter, story.describe(group, now), now)
     for waiter in group.waiters:
-        yield _waiter(waiter, _why(group, waiter), now)
+        yield _waiter(waiter, story.why_waiting(group, waiter.job, now)[1:], now)  # the first is its place
 
 
-def _waiter(waiter: Waiter, reason: str, now: float) -> pb.WaiterStatus:
-    request = waiter.asks[0].request if waiter.asks else ""
+def _waiter(waiter: Waiter, why: list[str], now: float) -> pb.WaiterStatus:
     return pb.WaiterStatus(
-        job=waiter.job, waited_s=max(0.0, now - waiter.since), reason=reason, request=request
+        job=waiter.job,
+        waited_s=max(0.0, now - waiter.since),
+        reason=" ".join(why),
+        request=waiter.asks[0].request if waiter.asks else "",
     )
-
-
-def _why(group: Group, waiter: Waiter) -> str:
-    if not has_live_ask(group, waiter):
-        return "passed over: its client's stream is lost"
-    stuck = blockers(group, waiter.job)
-    if stuck:
-        first = stuck[0]
-        return (
-            f"blocked by {first.job or 'a stray process'} (pid {first.pid}) on {first.node}: {first.reason}"
-        )
-    away = [view.node for view in group.views if not view.attached]
-    missing = f"; {', '.join(away)} is not attached" if away else ""
-    match group.occupancy:
-        case Held(job=job, epoch=epoch):
-            return f"{job} holds the lock under epoch {epoch}{missing}"
-        case Swapping(incoming=job):
-            return f"{job} is being swapped in{missing}"
-        case Empty() | Resident():
-            return f"the lock is free{missing}"
-        case _:
-            assert_never(group.occupancy)
 
 
 def _node(view: NodeView) -> pb.NodeStatus:

@@ -6,7 +6,6 @@ lacks is only the moving of bytes.
 """
 
 import asyncio
-import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -180,8 +179,9 @@ class FakeAgent:
             finally:
                 writer.cancel()
                 self._outgoing = None
-                with contextlib.suppress(asyncio.CancelledError, grpc.RpcError, asyncio.InvalidStateError):
-                    await writer
+                await asyncio.wait([writer])
+                if not writer.cancelled():
+                    writer.exception()  # the stream was gone before: that is what ended the reading
 
     async def _obey(self, command: pb.AgentCommand) -> None:
         kind = command.WhichOneof("kind")
