@@ -211,7 +211,6 @@ class World:
         self._durable: Group | None = None
         self._task: asyncio.Task[None] | None = None
         self._driver: Driver[Group, ev.GroupEvent, fx.GroupEffect] | None = None
-        self._faults: list[BaseException] = []
 
     @property
     def group(self) -> Group:
@@ -253,11 +252,17 @@ class World:
 
     async def stop(self) -> None:
         assert self._task is not None
+        self.check()
         self._task.cancel()
-        (result,) = await asyncio.gather(self._task, return_exceptions=True)
-        if isinstance(result, Exception) and not isinstance(result, StoreError):
-            raise result
+        await asyncio.gather(self._task, return_exceptions=True)
         self._driver = None
+
+    def check(self) -> None:
+        """Raise what broke the driver, if it was not the disk."""
+        if self._task is not None and self._task.done():
+            error = self._task.exception()
+            if error is not None and not isinstance(error, StoreError):
+                raise error
 
     async def restart(self) -> None:
         """Every stream breaks; agents and the clients that were connected dial in again."""
@@ -347,12 +352,15 @@ async def _settle(world: World) -> None:
     for node in world.nodes:
         node.failing = None
         node.attach()
+    await asyncio.sleep(0)
+    world.check()
     for client in world.clients:
         await client.resume()
         client.yield_()
     for client in world.clients:
         client.acquire()
     await asyncio.sleep(4 * 3600.0)
+    world.check()
     assert [c.name for c in world.clients if c.asking is not None or c.held is not None] == []
     for client in world.clients:
         client.close()
@@ -389,6 +397,7 @@ def test_through_restarts_cancels_and_failures(clients: int, nodes: int, script:
             node.attach()
         for delay, action, which in script:
             await asyncio.sleep(delay)
+            world.check()
             await _act(world, action, which)
         await _settle(world)
         await world.stop()

@@ -32,11 +32,12 @@ class Codec(Generic[S]):
         self._upgrades = dict(upgrades or {})
         self._encoder = msgspec.json.Encoder()
         self._decoder = msgspec.json.Decoder(type_)
+        empty = self._encoder.encode(_Envelope(kind, schema, msgspec.Raw(b"")))
+        self._head = empty[:-1]  # every state is written in between
         self._envelope = msgspec.json.Decoder(_Envelope)
 
     def encode(self, state: S) -> bytes:
-        body = msgspec.Raw(self._encoder.encode(state))
-        return self._encoder.encode(_Envelope(self.kind, self.schema, body))
+        return self._head + self._encoder.encode(state) + b"}"
 
     def decode(self, data: bytes) -> S:
         """Raises ``ConfigError`` if the bytes are not a state of this kind that this version understands."""
