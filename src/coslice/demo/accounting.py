@@ -1,8 +1,9 @@
 """What the operating system says of processor time, and what follows from it for the demo's figures.
 
-Two accounts of the accelerator that know nothing of each other: the kernel's per-core counters (``/proc/stat``,
-everything that ran there) and the kernel's per-thread clock inside accelerator sections (what the jobs did). Useful
-time is the smaller of the two, so neither a stray process on the core nor a section that left its core counts.
+Two accounts of the accelerator that know nothing of each other: the kernel's per-core counters
+(``/proc/stat``, everything that ran there) and the kernel's per-thread clock inside accelerator sections
+(what the jobs did). Useful time is the smaller of the two, so neither a stray process on the core nor a
+section that left its core counts.
 """
 
 import os
@@ -39,6 +40,12 @@ def process_cpu(pid: int) -> float:
         return 0.0
     user, system = text.rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) * _TICK
+
+
+def keep_on(pid: int, cpus: Collection[int]) -> None:
+    """Keep a process, all its threads and those they will start, on these cores."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), cpus)
 
 
 def value_at(series: Series, moment: float) -> float:

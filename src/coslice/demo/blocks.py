@@ -1,8 +1,8 @@
 """Runs blocks: some jobs, from the same beginning, to their end, alone or together; and hears every step.
 
-A shared block has a real ``coslice up`` in a process of its own and jobs with the environment that ``coslice run``
-gives them. A solo block has the jobs' processes and their verifiers and no coslice: the variable that names the
-accelerator's cores is all they get.
+A shared block has a real ``coslice up`` in a process of its own and jobs with the environment that
+``coslice run`` gives them. A solo block has the jobs' processes and their verifiers and no coslice: the
+variable that names the accelerator's cores is all they get.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from coslice.demo.accounting import Section, Series, Window, process_cpu
+from coslice.demo.accounting import Section, Series, Window, keep_on, process_cpu
 from coslice.demo.processes import Child, Children
 from coslice.errors import OperationFailed
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -34,6 +34,10 @@ class Machine:
 
     accelerator: int
     others: frozenset[int]
+
+    @property
+    def all(self) -> frozenset[int]:
+        return self.others | {self.accelerator}
 
 
 @dataclass(frozen=True)
@@ -188,16 +192,17 @@ def shared(
     budget: int,
     folder: Path,
 ) -> Block:
-    """All jobs at once, taking turns through a ``coslice up`` of their own, whose files stay in ``folder``."""
+    """All jobs at once, taking turns through a ``coslice up`` of their own. Its files stay in ``folder``."""
     up = children.start(
         "coslice-up",
         [sys.executable, "-m", "coslice.cli.main", "up", "--json", "--state", str(folder),
          "--device", "host", "--group", f"{GROUP}:cpus={machine.accelerator}:memory={budget}B",
          "--listen", "127.0.0.1:0", "--agent-listen", "127.0.0.1:0"],
-        _environment(machine),
+        _environment(machine), anywhere=True,
     )  # fmt: skip
     try:
         addresses = children.first_line(up, timeout=SILENCE)
+        keep_on(up.pid, machine.others)  # it had to see the accelerator's core to accept it
         variables = {
             "COSLICE_ORCHESTRATOR": addresses["orchestrator"],
             "COSLICE_AGENT": addresses["agent"],

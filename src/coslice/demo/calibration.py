@@ -1,8 +1,8 @@
 """Measures one job's accelerator section before the demo begins, and sets the verifiers' rate by it.
 
-The demo shows jobs that are off the accelerator a bit more than half of their time. How long a section takes
-depends on the machine, so the verifiers' rate is set once, here, for all jobs and all blocks alike; the report
-says so. The same warm-up shows how much memory a job takes while it computes.
+The demo shows jobs that are off the accelerator a bit more than half of their time. How long a section
+takes depends on the machine, so the verifiers' rate is set once, here, for all jobs and all blocks alike;
+the report says so. The same warm-up shows how much memory a job takes while it computes.
 """
 
 import statistics

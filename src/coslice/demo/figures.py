@@ -172,16 +172,17 @@ class Figures:
         low, high = SOLO_DUTY
         contended = self.wanted_duty > 1
         useful = USEFUL_CONTENDED if contended else USEFUL_OF_BOUND * self.duty_bound
+        of_bound = "" if contended else f" ({USEFUL_OF_BOUND:.0%} of the bound {self.duty_bound:.1%})"
         slowest = SLOWDOWN * max(1.0, self.wanted_duty)
         return [
             *(
-                Target(f"busy duty alone, {job}", f"{duty:.1%}", f"{low:.0%} to {high:.0%}", low <= duty <= high)
+                Target(f"busy duty alone, {job}", f"{duty:.1%}", f"{low:.0%}–{high:.0%}", low <= duty <= high)
                 for job, duty in self.solo_duty.items()
             ),
             Target(
                 "useful duty shared",
                 f"{self.useful_duty:.1%}",
-                f"≥ {useful:.1%}" + ("" if contended else f" ({USEFUL_OF_BOUND:.0%} of the bound {self.duty_bound:.1%})"),
+                f"≥ {useful:.1%}{of_bound}",
                 self.useful_duty >= useful,
             ),
             *(
@@ -196,7 +197,8 @@ class Figures:
         return [
             Target("final parameters as alone", "bit-identical" if self.state_identical else "DIFFERENT",
                    "bit-identical", self.state_identical),
-            *(Target(f"reward, {job}", f"{first:.2f} → {last:.2f}", f"+{REWARD_RISE:.2f}", last - first >= REWARD_RISE)
+            *(Target(f"reward, {job}", f"{first:.2f} → {last:.2f}", f"+{REWARD_RISE:.2f}",
+                     last - first >= REWARD_RISE)
               for job, (first, last) in rises.items()),
             Target("swaps", str(self.swaps), "0 (all fit)" if self.all_fit else "> 0",
                    (self.swaps == 0) == self.all_fit),

@@ -1,9 +1,9 @@
 """Group-relative policy optimization, in its plainest form.
 
-Several answers to each question; an answer's advantage is its reward against the others of its group; a clipped
-policy-gradient loss. Deterministic: one thread, one generator on the CPU, a fixed order of everything.
-The batch between sampling and training is ordinary host memory and small; only the policy, its gradients and the
-optimizer's moments are state.
+Several answers to each question; an answer's advantage is its reward against the others of its group; a
+clipped policy-gradient loss. Deterministic: one thread, one generator on the CPU, a fixed order of
+everything. The batch between sampling and training is ordinary host memory and small; only the policy, its
+gradients and the optimizer's moments are state.
 """
 
 from dataclasses import dataclass
@@ -100,4 +100,6 @@ def _loss(policy: Policy, batch: Batch, advantage: Tensor, chunk: Tensor, *, cli
     log_probabilities = logits[:, LENGTH:].log_softmax(-1)
     now = log_probabilities.gather(2, sequences[:, LENGTH + 1 :, None])[..., 0]
     ratio = (now - batch.log_probabilities[chunk]).exp()
-    return -torch.min(ratio * advantage[chunk], ratio.clamp(1 - clip, 1 + clip) * advantage[chunk]).mean()
+    gain = torch.min(ratio * advantage[chunk], ratio.clamp(1 - clip, 1 + clip) * advantage[chunk])
+    loss: Tensor = -gain.mean()
+    return loss

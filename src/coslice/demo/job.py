@@ -1,9 +1,10 @@
 """One training job of the demo: ``python -m coslice.demo.job --task reverse --steps 14 …``.
 
-A step is one stay on the accelerator (train on the scored batch, then sample the next one) and one wait off it
-(the verifier scores what was sampled). The script does not know whether it shares the accelerator: alone, without
-coslice's variables in the environment, every call of coslice is a no-op. It reports each step as a line of JSON on
-standard output; times are monotonic seconds, which all processes of a machine have in common.
+A step is one stay on the accelerator (train on the scored batch, then sample the next one) and one wait off
+it (the verifier scores what was sampled). The script does not know whether it shares the accelerator:
+alone, without coslice's variables in the environment, every call of coslice is a no-op. It reports each
+step as a line of JSON on standard output; times are monotonic seconds, which all processes of a machine
+have in common.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 
 import coslice
 from coslice.agent.host import AnonymousMemory
-from coslice.demo.accounting import cores_busy
+from coslice.demo.accounting import cores_busy, keep_on
 from coslice.demo.grpo import Batch, Settings, sample, update
 from coslice.demo.model import Policy
 from coslice.demo.task import TASKS, score
@@ -73,7 +74,7 @@ class Job:
         self._settings, self._verifier, self._seed, self._steps = settings, verifier, seed, steps
         self._orchestrator = coslice.connect()
         self._generator = torch.Generator().manual_seed(seed)
-        self._cpus = [int(cpu) for cpu in os.environ.get("COSLICE_ACCELERATOR_CPUS", "").split(",") if cpu]
+        self._cpus = accelerator_cpus()
         self._digest, self._state_bytes = "", 0
 
     def run(self) -> None:
@@ -162,7 +163,7 @@ def state_bytes(policy: Policy, optimizer: torch.optim.Optimizer) -> int:
 
 
 def warm_up() -> None:
-    """Train something tiny, so that what the framework keeps for itself is there before the job's state is."""
+    """Train something tiny: what the framework keeps for itself is there before the job's state is."""
     settings = Settings(questions=2, width=64, layers=1)
     generator = torch.Generator().manual_seed(0)
     policy = Policy(width=settings.width, layers=settings.layers)
@@ -172,11 +173,8 @@ def warm_up() -> None:
     update(policy, optimizer_of(policy, settings), batch, half, settings, generator)
 
 
-def stay_off(cpus: set[int]) -> None:
-    """Keep every thread this process has, and will have, on the other cores; sections go where coslice says."""
-    others = os.sched_getaffinity(0) - cpus
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), others or cpus)
+def accelerator_cpus() -> list[int]:
+    return [int(cpu) for cpu in os.environ.get("COSLICE_ACCELERATOR_CPUS", "").split(",") if cpu]
 
 
 def say(event: str, **facts: Any) -> None:
@@ -192,7 +190,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--verifier-port", type=int, default=0, help="0: score the answers here, at once")
     options = parser.parse_args()
-    stay_off({int(cpu) for cpu in os.environ.get("COSLICE_ACCELERATOR_CPUS", "").split(",") if cpu})
+    # Everything stays off the accelerator's cores but sections, which go where coslice says.
+    if others := os.sched_getaffinity(0) - set(accelerator_cpus()):
+        keep_on(os.getpid(), others)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     warm_up()

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer, trained from scratch by the demo's jobs. Plain PyTorch; no coslice in it."""
+"""A small decoder-only transformer, trained from scratch by the demo's jobs. Plain PyTorch, no coslice."""
 
 import torch
 from torch import Tensor, nn
@@ -65,4 +65,5 @@ class Policy(nn.Module):
         for index, layer in enumerate(self.layers):
             x, kept = layer(x, cache[index] if cache else None)
             grown.append(kept)
-        return self.head(self.norm(x)), grown
+        logits: Tensor = self.head(self.norm(x))
+        return logits, grown

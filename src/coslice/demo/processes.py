@@ -1,7 +1,8 @@
 """The demo's child processes: started so that none outlives the demo, their JSON lines in one queue.
 
-Each child is asked to end by a signal and, if it does not, killed; should the demo itself be killed, the kernel
-signals its children. What a child says on standard error goes to a file and is shown if the child fails.
+Each child is asked to end by a signal and, if it does not, killed; should the demo itself be killed, the
+kernel signals its children. What a child says on standard error goes to a file and is shown if the child
+fails.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +70,8 @@ class Children:
     To be used from the main thread: the kernel ties a child to the thread that started it.
     """
 
-    def __init__(self, folder: Path, cpus: set[int]) -> None:
-        self._folder, self._cpus = folder, cpus
+    def __init__(self, folder: Path, *, cpus: Set[int], all_cpus: Set[int]) -> None:
+        self._folder, self._cpus, self._all_cpus = folder, cpus, all_cpus
         self._lines: queue.SimpleQueue[Line] = queue.SimpleQueue()
         self._running: list[Child] = []
         self._stack = ExitStack()
@@ -86,15 +87,14 @@ class Children:
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, anywhere: bool = False
     ) -> Child:
-        """``anywhere``: on all cores at first; otherwise on the cores given to us."""
+        """``anywhere``: on all cores at first; otherwise on ``cpus`` from its beginning."""
         parent, libc = os.getpid(), ctypes.CDLL(None)
 
         def prepare() -> None:  # in the child, before exec
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(1)
-            if not anywhere:
-                os.sched_setaffinity(0, self._cpus)
+            os.sched_setaffinity(0, self._all_cpus if anywhere else self._cpus)
 
         errors = self._folder / f"{name}.err"
         with errors.open("w") as file:
@@ -126,7 +126,7 @@ class Children:
         self._lines.put(Line(child.name, None))
 
     def lines(self, *, timeout: float) -> Iterator[Line]:
-        """All lines as they come; raises ``OperationFailed`` if the next takes longer than ``timeout`` seconds."""
+        """All lines as they come; ``OperationFailed`` if the next takes longer than ``timeout`` seconds."""
         while True:
             deadline = time.monotonic() + timeout
             try:

@@ -1,4 +1,4 @@
-"""What the demo says at its end: a table of the jobs, the figures against their targets, and where to look on."""
+"""What the demo says at its end: the jobs, the figures against their targets, and where to look on."""
 
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,8 @@ def print_report(console: Console, result: "Result") -> None:
     targets = result.figures.targets()
     missed = [target for target in targets if not target.met]
     if missed:
-        console.print(f"[bold red]{len(missed)} of {len(targets)} targets missed[/]: "
-                      + "; ".join(f"{target.name} {target.value} (wanted {target.wanted})" for target in missed))  # fmt: skip
+        which = "; ".join(f"{target.name} {target.value} (wanted {target.wanted})" for target in missed)
+        console.print(f"[bold red]{len(missed)} of {len(targets)} targets missed[/]: {which}")
     else:
         console.print(f"[bold green]all {len(targets)} targets met[/]")
     _fine_print(console, result)
@@ -75,12 +75,13 @@ def _fine_print(console: Console, result: "Result") -> None:
         for reason in figures.unmoved_because:
             console.print(f"nothing was moved, because: {reason}")
     console.print(
-        f"[dim]How: useful duty is the smaller of two accounts by the kernel, of the accelerator's core and of the "
-        f"threads inside accelerator sections, over the wall time in which all jobs are past their first step; swaps "
-        f"do not count. Calibrated before the blocks: a section takes {calibration.section_s:.2f} s here "
-        f"({calibration.questions} questions × 16 answers), so each verifier checks {calibration.rate:.0f} answers/s, "
-        f"which aims at {DUTY:.0%} busy duty alone. A job keeps {format_size(calibration.state_bytes)} of state and "
-        f"takes up to {format_size(calibration.need_bytes)} while it computes; the device has "
+        "[dim]How: useful duty is the smaller of two accounts by the kernel, of the accelerator's "
+        "core and of the threads inside accelerator sections, over the wall time in which all jobs are past "
+        "their first step; swaps do not count. Calibrated before the blocks: a section takes "
+        f"{calibration.section_s:.2f} s here ({calibration.questions} questions × 16 answers), so each "
+        f"verifier checks {calibration.rate:.0f} answers/s, which aims at {DUTY:.0%} busy duty alone. A job "
+        f"keeps {format_size(calibration.state_bytes)} of state and takes up to "
+        f"{format_size(calibration.need_bytes)} while it computes; the device has "
         f"{format_size(figures.budget)}. {len(figures.rounds)} round(s), {result.seconds:.0f} s in all.[/]"
     )
     console.print(f"replay:  [bold]{result.replay}[/]   (open it in a browser)\njournal: {result.journal}")

@@ -1,7 +1,7 @@
-"""Runs the demo: calibrate, then rounds of every job alone and all of them together, then say what was measured.
+"""Runs the demo: calibrate, then rounds of every job alone and all together, then say what was measured.
 
-``main`` is what ``coslice demo`` calls. Everything that is started runs within one ``Children`` context and one
-temporary folder, so that an interrupt leaves no process, socket or file behind.
+``main`` is what ``coslice demo`` calls. Everything that is started runs within one ``Children`` context and
+one temporary folder, so that an interrupt leaves no process, socket or file behind.
 """
 
 import json
@@ -51,9 +51,8 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         return self.figures.as_json() | {
-            "seconds": self.seconds,
-            "jobs": {plan.name: {"task": plan.task, "seed": plan.seed, "steps": plan.steps} for plan in self.plans},
-            "calibration": {
+            "seconds": self.seconds, "jobs": {plan.name: {"task": plan.task, "seed": plan.seed, "steps":
+            plan.steps} for plan in self.plans}, "calibration": {
                 "section_s": self.calibration.section_s,
                 "questions": self.calibration.questions,
                 "verifier_answers_per_s": self.calibration.rate,
@@ -81,7 +80,7 @@ def main(options: DemoOptions) -> int:
 
 
 def run_demo(options: DemoOptions, listener: Listener) -> Result:
-    """The whole demo. Raises ``ConfigError`` before anything was started, ``OperationFailed`` if a process fails."""
+    """The whole demo. ``ConfigError``: nothing was run; ``OperationFailed``: one of its processes failed."""
     begun = time.monotonic()
     asked = parse_size(options.memory) if options.memory is not None else None
     if options.json is not None and not Path(options.json).absolute().parent.is_dir():
@@ -94,7 +93,7 @@ def run_demo(options: DemoOptions, listener: Listener) -> Result:
     with (
         _keeping_to_our_cores() as machine,
         tempfile.TemporaryDirectory(prefix="coslice-demo-") as name,
-        Children(Path(name), set(machine.others)) as children,
+        Children(Path(name), cpus=machine.others, all_cpus=machine.all) as children,
     ):
         folder = Path(name)
         listener.stage("calibrating: how long is one accelerator section on this machine?")
@@ -173,8 +172,9 @@ def _budget(asked: int | None, calibration: Calibration, jobs: int) -> int:
         return max(least, (least + 2 * calibration.state_bytes) // 2)
     if asked < least:
         raise ConfigError(
-            f"--memory {format_size(asked)} is not enough for one job: it takes {format_size(calibration.need_bytes)} "
-            f"while it computes, beside {format_size(least - calibration.need_bytes)} that parked jobs may leave; "
+            f"--memory {format_size(asked)} is not enough for one job: it takes "
+            f"{format_size(calibration.need_bytes)} while it computes, beside "
+            f"{format_size(least - calibration.need_bytes)} that parked jobs may leave; "
             f"use at least {format_size(least * 1.02)}"
         )
     return asked

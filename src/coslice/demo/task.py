@@ -27,7 +27,7 @@ TASKS: Final[dict[str, Callable[[str], str]]] = {
 
 
 def score(task: str, question: str, answer: str) -> float:
-    """The share of positions that are right, in [0, 1]. Raises ``KeyError`` for a task that does not exist."""
+    """The share of positions that are right, in [0, 1]. ``KeyError``: there is no such task."""
     right = TASKS[task](question)
     return sum(ours == theirs for ours, theirs in zip(right, answer, strict=False)) / len(right)
 

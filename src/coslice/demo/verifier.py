@@ -1,9 +1,9 @@
 """A verifier service: checks answers, a limited number of them per second, in a process of its own.
 
-It stands for a code sandbox or a judge model: what limits it is not our CPU, so it *sleeps* while an answer's
-share of its rate has not come up. Started by the demo (``python -m coslice.demo.verifier --rate 300``); says its
-port on standard output and ends when standard input does, so that it never outlives who started it.
-It knows nothing of accelerators or of coslice.
+It stands for a code sandbox or a judge model: what limits it is not our CPU, so it *sleeps* while an
+answer's share of its rate has not come up. Started by the demo (``python -m coslice.demo.verifier --rate
+300``); says its port on standard output and ends when standard input does, so that it never outlives who
+started it. It knows nothing of accelerators or of coslice.
 """
 
 import argparse

@@ -32,16 +32,16 @@ class _Row:
 class View(Listener):
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
+        self._begun = time.monotonic()
+        self._title = ""
+        self._shared = False
+        self._rows: dict[str, _Row] = {}
         self._live = Live(
             console=self.console,
             refresh_per_second=REFRESH_PER_SECOND,
             get_renderable=self._draw,
             transient=True,
         )
-        self._begun = time.monotonic()
-        self._title = ""
-        self._shared = False
-        self._rows: dict[str, _Row] = {}
 
     def __enter__(self) -> Self:
         self._begun = time.monotonic()
