@@ -50,7 +50,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(job=st.sampled_from(JOBS), process=st.integers(0, 1), more=st.sampled_from([False, False, True]))
     def acquire(self, job: str, process: int, more: bool) -> None:
-        """Job c runs as two processes that must both yield; a and b have one or two that come as they like."""
+        """Job c runs as two processes that must both yield; a and b have one or two as they come."""
         start = self.starts[job]
         client = self.world.client(
             f"{job}.{start}.{process}", job=job, incarnation=f"{job}-{start}", world=2 if job == "c" else 0
