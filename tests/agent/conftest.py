@@ -11,6 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from agent.fake_orchestrator import PATIENCE, FakeOrchestrator
+from msgspec.structs import replace
 
 from coslice.agent.app import AgentApp
 from coslice.agent.config import AgentConfig, GroupDevices
@@ -20,6 +21,10 @@ from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
 MIB = 1 << 20
 GROUP = "train"
+
+
+def contexts(residency: pb.Residency) -> dict[str, str]:
+    return {context.job: pb.ContextState.Name(context.state) for context in residency.contexts}
 
 
 class Process:
@@ -43,9 +48,12 @@ class Process:
                 if self.said[-1]["event"] == event and facts.items() <= self.said[-1].items():
                     return self.said[-1]
 
-    async def do(self, command: str) -> None:
+    def tell(self, command: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(command.encode() + b"\n")
+
+    async def do(self, command: str) -> None:
+        self.tell(command)
         await self.until("did", word=command.split()[0])
 
     async def ended(self) -> int:
@@ -83,6 +91,18 @@ class Node:
         async with asyncio.timeout(PATIENCE):
             await self.agent.wait_ready()
         return self.agent
+
+    async def run_again(self, **settings: Any) -> AgentApp:
+        """A new agent on the state of the last one."""
+        assert self.config is not None
+        return await self.run(replace(self.config, **settings))
+
+    async def sampled(self, group: str, *, at_least: int) -> None:
+        """Until the sampler has seen so much in use. Memory use notifies nobody, so this looks."""
+        assert self.agent is not None
+        async with asyncio.timeout(PATIENCE):
+            while self.agent.peak_device_bytes[GroupId(group)] < at_least:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
     async def workload(
         self, job: str, *flags: str, size: int = 100 * MIB, group: str = GROUP, wait: bool = True

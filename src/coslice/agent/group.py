@@ -83,7 +83,7 @@ class ServedGroup:
             self.id,
             budget=devices.device_budget,
             interval=config.sample_interval,
-            members=lambda: members.of_group(self.id),
+            members=lambda: [member for member in members.of_group(self.id) if member.admitted],
             measured=self._measured,
             out_of_memory=self.kill,
             killable=self._on_device,
@@ -111,7 +111,7 @@ class ServedGroup:
         """The core's word with today's measures: they are ours, not the core's."""
         return replace(
             facts(self.driver.state),
-            device_used=self.sampler.used,
+            device_used=self.sampler.now(),
             host_budget=self._buffers.budget,
             host_used=self._buffers.used,
         )
@@ -191,7 +191,7 @@ class ServedGroup:
             parked=member.parked,
         )
         await self.driver.post(event)
-        member.announced = True
+        member.admitted = member.announced = True
         self.sampler.wake()
 
     def resized(self, member: Member) -> None:

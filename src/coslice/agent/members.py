@@ -73,6 +73,8 @@ class Member:
     state_bytes: int = 0
     need: int = 0
     parked: bool = False
+    admitted: bool = False
+    """Its group knows of it, so it is on the device or parked; before, its memory is its own."""
     announced: bool = False
     """This agent instance has told the group of it (not yet for one that only the store remembers)."""
     device: str = "host"

@@ -102,6 +102,7 @@ class Registry:
         now = memory.measure(max(stored.bytes, 1))
         member.baseline = base if base is not None else max(0, now - (0 if stored.parked else stored.bytes))
         member.residual = max(0, now - member.baseline)
+        member.admitted = True
         group.sampler.wake()
 
     # ── checks ─────────────────────────────────────────────────────────────
@@ -220,7 +221,7 @@ class Registry:
         if member.state_bytes > group.devices.device_budget > 0:
             raise RegistrationRefused(
                 pb.NO_ROOM,
-                f"{format_size(member.state_bytes)} of state do not fit on the device of group {group.id}: it "
+                f"{format_size(member.state_bytes)} of state do not fit on the device of {group.id}: it "
                 f"has {format_size(group.devices.device_budget)}: use less or raise the device budget",
             )
 

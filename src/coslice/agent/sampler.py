@@ -82,6 +82,10 @@ class UsageSampler:
         if self._over == OVER:
             self._fail(usage)
 
+    def now(self) -> int:
+        """Bytes in use at this moment, not at the last sample."""
+        return sum(member.usage() for member in self._members())
+
     def flush(self) -> None:
         """Tell what is not told yet: a decision is about to be made."""
         for job in sorted(self._highest):
@@ -98,6 +102,7 @@ class UsageSampler:
         now, highest, told = self._now[job], self._highest[job], self._told.get(job, 0)
         if highest > max(now, told):  # a peak between two reports: a job's need is its peak
             self._measured(job, highest)
+            told = highest
         if now != told:
             self._measured(job, now)
         self._told[job] = self._highest[job] = now
