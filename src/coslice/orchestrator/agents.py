@@ -1,8 +1,8 @@
 """The agents' streams: commands down, reports up. One link per node.
 
-No command is kept here: what a node still has to do follows from its group's state (``core.group.resume``), and
-is said again when the node attaches. Commands are named by their operation, so repeating them is harmless. What
-a report means is the core's business.
+No command is kept here: what a node still has to do follows from its group's state, and the core says it
+again when the node attaches. Commands are named by their operation, so repeating them is harmless. What a
+report means is the core's business.
 """
 
 import logging
@@ -29,6 +29,8 @@ class Link:
         self.instance, self.accelerator, self.peer = hello.instance, hello.accelerator, peer
         self.outbox: Outbox[pb.AgentCommand] = Outbox()
         self.locks: dict[GroupId, GroupLock] = {}
+        self.before: dict[GroupId, GroupLock] = {}
+        """Groups of the stream that this one replaced."""
 
 
 class Agents:
@@ -65,6 +67,7 @@ class Agents:
         link = Link(hello, peer)
         old = self._links.get(link.node)
         if old is not None:
+            link.before = old.locks
             old.outbox.close(End(grpc.StatusCode.ABORTED, "another stream of this agent took over"))
         self._links[link.node] = link
         return link
@@ -79,6 +82,9 @@ class Agents:
         link.outbox.put(pb.AgentCommand(welcome=welcome))
         for offer in offers:
             await self._join(link, offer)
+        for group, lock in link.before.items():
+            if group not in link.locks:
+                lock.tell(ev.NodeDetached(at=self._clock.now(), node=link.node))
 
     async def _join(self, link: Link, offer: pb.GroupOffer) -> None:
         if self._links.get(link.node) is not link:

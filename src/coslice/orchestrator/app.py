@@ -61,7 +61,10 @@ class OrchestratorApp:
         return self._address
 
     async def start(self) -> None:
-        """Open the store, take up every group where it was left, serve. Raises ``ConfigError``; nothing is then left."""
+        """Open the store, take up every group where it was left, serve.
+
+        Raises ``ConfigError`` for whatever the caller can mend; nothing is left open then.
+        """
         check(self.config)
         self.instance = uuid.uuid4().hex[:12]
         async with AsyncExitStack() as stack:
@@ -76,8 +79,8 @@ class OrchestratorApp:
             stack.push_async_callback(self._supervisor.stop)
             self._service = self._assemble(store, saved, journal, clock)
             pb_grpc.add_OrchestratorServicer_to_server(self._service, server)
-            await _serve(server)
-            stack.push_async_callback(self._end_streams, server)
+            health = await _serve(server)
+            stack.push_async_callback(self._end_streams, server, health)
             self._open = stack.pop_all()
         self._address = address
         self._ready.set()
@@ -139,10 +142,14 @@ class OrchestratorApp:
         await self._supervisor.wait()
 
     async def stop(self) -> None:
-        """End every stream so that clients and agents come back to a successor; keep every lease. Idempotent."""
+        """End every stream, so that clients and agents come back to a successor; keep every lease.
+
+        Idempotent.
+        """
         await self._open.aclose()
 
-    async def _end_streams(self, server: grpc.aio.Server) -> None:
+    async def _end_streams(self, server: grpc.aio.Server, health: HealthServicer) -> None:
+        await health.enter_graceful_shutdown()
         if self._service is not None:
             self._service.stop(
                 End(grpc.StatusCode.UNAVAILABLE, "the orchestrator is stopping; connect again")
@@ -193,7 +200,7 @@ def _why_not(listen: str) -> str:
     return f"cannot listen on {listen}: the port was in use a moment ago; try again"
 
 
-async def _serve(server: grpc.aio.Server) -> None:
+async def _serve(server: grpc.aio.Server) -> HealthServicer:
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
@@ -201,3 +208,4 @@ async def _serve(server: grpc.aio.Server) -> None:
     await server.start()
     for name in ("", SERVICE):
         await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return health

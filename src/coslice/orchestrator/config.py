@@ -1,6 +1,7 @@
 """What an orchestrator is told before it starts. Values only: nothing here opens, binds or reads anything.
 
-``check`` refuses what cannot work, in the words of the person who wrote it; ``OrchestratorApp.start`` calls it.
+``check`` refuses what cannot work, in the words of the person who wrote it; ``OrchestratorApp.start`` calls
+it.
 """
 
 import ipaddress

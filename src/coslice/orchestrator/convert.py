@@ -45,7 +45,7 @@ class Identity(Struct, frozen=True, kw_only=True):
 
 
 def token(kind: str, text: str) -> str:
-    """Ids that clients make up (sessions, requests, incarnations): printable, short. Raises ``ValueError``."""
+    """An id that a client made up (session, request, incarnation). Raises ``ValueError``."""
     if not text or len(text) > _MAX_TOKEN or not text.isprintable():
         raise ValueError(f"{text[:50]!r} is not a {kind} id: use 1 to {_MAX_TOKEN} printable characters")
     return text
@@ -108,15 +108,16 @@ def refused(request: str, code: pb.Code.ValueType, message: str, **data: str) ->
 
 def code_named(name: str) -> pb.Code.ValueType:
     """The wire's code of the same name as the core's; ``FAILED`` for one that the wire does not have."""
-    return pb.Code.Value(name.upper()) if name.upper() in pb.Code.keys() else pb.FAILED
+    value = pb.Code.DESCRIPTOR.values_by_name.get(name.upper())
+    return pb.FAILED if value is None else pb.Code.Value(value.name)
 
 
 def rejection(request: str, error: Rejected) -> pb.ServerMessage:
     return refused(request, code_named(error.code), str(error), **error.data)
 
 
-def refusal(group: GroupId, effect: fx.Refuse) -> pb.ServerMessage:
-    return refused(effect.request, code_named(effect.code), effect.reason, group=group)
+def refusal(group: GroupId, job: JobId, effect: fx.Refuse) -> pb.ServerMessage:
+    return refused(effect.request, code_named(effect.code), effect.reason, group=group, job=job)
 
 
 def lease_lost(group: GroupId, effect: fx.LoseLease) -> pb.ServerMessage:

@@ -87,13 +87,11 @@ class Groups:
     def unknown(self, request: str, name: str) -> pb.ServerMessage:
         """The refusal of a group that is not there."""
         known = ", ".join(self._locks)
-        text = (
-            f"there is no group {name!r} here; known: {known}"
-            if known
-            else (
-                f"there is no group {name!r} here, nor any other: start an agent that offers it, or configure it"
+        text = f"there is no group {name!r} here; known: {known}"
+        if not known:
+            text = (
+                f"there is no group {name!r} here, nor any other: start an agent that offers it (coslice up)"
             )
-        )
         return convert.refused(request, pb.UNKNOWN_GROUP, text, group=name[:63], known_groups=known)
 
     def start(self, saved: Mapping[str, tuple[bytes, int]], perform: Perform) -> None:

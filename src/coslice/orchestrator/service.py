@@ -1,7 +1,7 @@
 """The gRPC face: one handler per rpc, each turning a stream into calls of sessions, verbs, agents and groups.
 
-Every stream has one writer (its handler, draining an outbox) and one reader (a task). Whichever ends first ends
-the other. Decides nothing beyond how long a hello may take.
+Every stream has one writer (its handler, draining an outbox) and one reader (a task). Whichever ends first
+ends the other. Decides nothing beyond how long a hello may take.
 """
 
 import asyncio
@@ -60,7 +60,8 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
 
     # ── sessions ───────────────────────────────────────────────────────────
 
-    # Streams are written with context.write: a generator would miss the cancellation that meets it at a yield.
+    # Streams are written with context.write (as fast as a generator, measured): a generator would not hear of
+    # a cancellation that meets it at a yield, and the loss of the stream is what we must hear of.
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.ClientMessage], context: Context
     ) -> None:
@@ -198,8 +199,7 @@ async def _first(messages: AsyncIterator[In], timeout: float) -> In | None:
 async def _serve(outbox: Outbox[Out], context: Context, hearing: Coroutine[None, None, None]) -> None:
     """Write what is in the outbox and hear what comes, until either side ends."""
     reader = asyncio.create_task(hearing)
-    reader.add_done_callback(_report)
-    reader.add_done_callback(lambda _: outbox.close(End()))
+    reader.add_done_callback(lambda reader: outbox.close(_end_of(reader)))
     try:
         async for message in outbox:
             await context.write(message)
@@ -221,8 +221,10 @@ async def _finish(outbox: Outbox[Out], context: Context) -> None:
         await context.abort(outbox.end.status, outbox.end.message)
 
 
-def _report(reader: "asyncio.Task[None]") -> None:
-    """An error of ours in a reader must not vanish with its stream."""
+def _end_of(reader: "asyncio.Task[None]") -> End:
+    """How a stream ends whose reader ended. An error of ours must not vanish with its stream."""
     error = None if reader.cancelled() else reader.exception()
-    if error is not None and not isinstance(error, grpc.aio.AioRpcError | grpc.aio.UsageError):
-        log.error("a stream ended by an error of the orchestrator: %s", error, exc_info=error)
+    if error is None:
+        return End()
+    log.error("a stream ended by an error of the orchestrator: %s", error, exc_info=error)
+    return End(grpc.StatusCode.UNAVAILABLE, f"the orchestrator cannot go on: {error}")

@@ -85,7 +85,7 @@ class Session:
             asked.next.set_result(lease)
 
     def _refused(self, group: GroupId, effect: fx.Refuse) -> None:
-        self._give_up(effect.request, convert.refusal(group, effect))
+        self._give_up(effect.request, convert.refusal(group, self.who.job, effect))
 
     def _lost(self, group: GroupId, effect: fx.LoseLease) -> None:
         """A lease can also be lost while its request still waits for another group."""

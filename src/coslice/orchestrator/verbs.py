@@ -1,8 +1,9 @@
 """What one client says on its session: acquire, confirm, yield, abandon, note.
 
-Each verb becomes events of the groups it names; the answers come back as effects (sessions.py). Messages of one
-session are handled one after another, so an abandon cannot overtake its acquire. A request for several groups
-is the only thing that waits here: it takes them in the global order, one after another, in a task of its own.
+Each verb becomes events of the groups it names; the answers come back as effects (sessions.py). Messages of
+one session are handled one after another, so an abandon cannot overtake its acquire. A request for several
+groups is the only thing that waits here: it takes them in the global order, one after another, in a task of
+its own.
 """
 
 import asyncio
