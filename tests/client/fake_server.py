@@ -1,8 +1,8 @@
 """An orchestrator with behaviour but without nodes, policies or stores: one FIFO lock per group.
 
-What a real one keeps in its store, this one keeps in the object: ``kill`` and ``start`` are a crash and a restart
-on the same port. Faults are armed one at a time: a stream that breaks after a message was applied but before
-it was answered, streams refused as unavailable, a stream that is never welcomed.
+What a real one keeps in its store, this one keeps in the object: ``kill`` and ``start`` are a crash and a
+restart on the same port. Faults are armed one at a time: a stream that breaks after a message was applied but
+before it was answered, streams refused as unavailable, a stream that is never welcomed.
 """
 
 import threading
@@ -63,7 +63,7 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
     def start(self) -> "FakeOrchestrator":
         server = grpc.server(
             ThreadPoolExecutor(32),
-            options=[("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000)],
+            options=[("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)],
         )
         pb_grpc.add_OrchestratorServicer_to_server(self, server)
         self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
@@ -214,13 +214,13 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
     def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         with self.changed:
             if request.group and request.group not in self.groups:
-                context.abort(grpc.StatusCode.NOT_FOUND, f"no group {request.group}: known are {self._known()}")
+                context.abort(
+                    grpc.StatusCode.NOT_FOUND, f"no group {request.group}: known are {self._known()}"
+                )
             return pb.GetStatusResponse(
                 orchestrator="fake",
                 groups=[
-                    pb.GroupStatus(
-                        group=name, state="held" if lock.holder else "empty", epoch=lock.epoch
-                    )
+                    pb.GroupStatus(group=name, state="held" if lock.holder else "empty", epoch=lock.epoch)
                     for name, lock in self.groups.items()
                     if request.group in ("", name)
                 ],

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from client.fake_server import BOUND, FakeOrchestrator
+from client.waiting import wait_for
 
 import coslice
 from coslice import errors
@@ -40,7 +41,9 @@ def test_the_grant_is_confirmed(fake: FakeOrchestrator, client: coslice.Client) 
     client.yield_()
 
 
-def test_what_the_client_says_of_itself(fake: FakeOrchestrator, connect: Callable[..., coslice.Client]) -> None:
+def test_what_the_client_says_of_itself(
+    fake: FakeOrchestrator, connect: Callable[..., coslice.Client]
+) -> None:
     import os
 
     client = connect(incarnation="i-1", rank=3, world=4, need=77)
@@ -252,7 +255,9 @@ class TestRefusals:
     ) -> None:
         from coslice.wire.v1 import coslice_pb2 as pb
 
-        fake.refuse_hello = pb.Refused(code=pb.JOB_RUNNING, message="job-1 runs already, pid 7", data={"pid": "7"})
+        fake.refuse_hello = pb.Refused(
+            code=pb.JOB_RUNNING, message="job-1 runs already, pid 7", data={"pid": "7"}
+        )
         with pytest.raises(errors.JobRunning) as refusal:
             client.acquire()
         assert refusal.value.data["pid"] == "7"
@@ -293,7 +298,9 @@ class TestLostLeases:
         assert GATE.active == 0
         assert fake.count("yield") == 0
 
-    def test_after_it_the_lock_can_be_taken_again(self, fake: FakeOrchestrator, client: coslice.Client) -> None:
+    def test_after_it_the_lock_can_be_taken_again(
+        self, fake: FakeOrchestrator, client: coslice.Client
+    ) -> None:
         client.acquire()
         fake.lose("a", "overrun")
         wait_for(client.should_yield)
@@ -304,7 +311,9 @@ class TestLostLeases:
         with pytest.raises(errors.LeaseLost):
             client.yield_()
 
-    def test_a_yield_that_crosses_the_loss_says_so(self, fake: FakeOrchestrator, client: coslice.Client) -> None:
+    def test_a_yield_that_crosses_the_loss_says_so(
+        self, fake: FakeOrchestrator, client: coslice.Client
+    ) -> None:
         client.acquire()
         fake.lose_silently("a")
         with pytest.raises(errors.LeaseLost):
@@ -339,17 +348,11 @@ class TestAside:
         assert len(client.status().groups) == 3
         client.yield_()
 
-    def test_closing_gives_everything_back_at_once(self, fake: FakeOrchestrator, client: coslice.Client) -> None:
+    def test_closing_gives_everything_back_at_once(
+        self, fake: FakeOrchestrator, client: coslice.Client
+    ) -> None:
         client.acquire(["a", "b"])
         client.close()
         fake.until(lambda: fake.count("goodbye") == 1)
         assert fake.holder("a") is fake.holder("b") is None
         assert GATE.active == 0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Messages pushed to the client arrive without anything to wait on in its interface."""
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable
 
 import grpc
 import grpc.aio
@@ -129,13 +129,17 @@ class AioLink:
     async def _read_on(self) -> None:
         """One stream after the other, for as long as there is something that needs one."""
         backoff = Backoff()
-        while True:
-            if await self._read_one():
-                backoff.reset()
-            if self._closing.is_set() or self._session.idle:
-                return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), backoff.next())
+        try:
+            while True:
+                if await self._read_one():
+                    backoff.reset()
+                if self._closing.is_set() or self._session.idle:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), backoff.next())
+        except asyncio.CancelledError:
+            await self._loop_ends()
+            raise
 
     async def _read_one(self) -> bool:
         """Serve one stream until it ends; was it welcomed?"""
@@ -155,30 +159,30 @@ class AioLink:
                         break
             except grpc.aio.AioRpcError as error:
                 trouble = trouble_of(error)
-            except asyncio.CancelledError:  # the loop ends: so does all that was held in it
-                if self._session.welcomed:
-                    self._closing.set()
-                    self._farewell()
-                    await _drained(call)
-                raise
             finally:
                 self._outbox = None
                 self._session.closed(now=time.monotonic(), trouble=trouble)
                 call.cancel()
         return welcomed
 
+    async def _loop_ends(self) -> None:
+        """What was held in this loop ends with it. The stream was cancelled with us: say so on a new one."""
+        self._closing.set()
+        if not self._session.ever_welcomed:
+            return
+        words = [pb.ClientMessage(hello=self._session.hello), pb.ClientMessage(goodbye=pb.Goodbye())]
+        with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
+            async with (
+                asyncio.timeout(FAREWELL_S),
+                grpc.aio.insecure_channel(self._address, options=OPTIONS) as channel,
+            ):
+                async for _ in pb_grpc.OrchestratorStub(channel).Session(iter(words)):
+                    pass
+
 
 async def _until_none(outbox: asyncio.Queue[pb.ClientMessage | None]) -> AsyncIterator[pb.ClientMessage]:
     while (message := await outbox.get()) is not None:
         yield message
-
-
-async def _drained(call: AsyncIterable[pb.ServerMessage]) -> None:
-    """Read the rest, so that the goodbye is known to have arrived; for a bounded time."""
-    with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
-        async with asyncio.timeout(FAREWELL_S):
-            async for _ in call:
-                pass
 
 
 async def _set(signal: asyncio.Event, wait: float) -> None:

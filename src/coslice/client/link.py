@@ -245,7 +245,7 @@ class Link:
                 self._outbox = None
                 session.closed(now=time.monotonic(), trouble=trouble)
             outbox.put(None)
-            call.cancel()  # type: ignore[no-untyped-call]
+            call.cancel()  # type: ignore[no-untyped-call, unused-ignore]
             channel.close()
         return welcomed
 

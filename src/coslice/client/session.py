@@ -103,7 +103,7 @@ class Session:
         self.trouble = ""
         """What the last stream failed of."""
         self.outgoing: list[pb.ClientMessage] = []
-        self._ever_welcomed = False
+        self.ever_welcomed = False
         self._down_since = -math.inf
         self._counter = 0
         self._claims: list[Claim] = []
@@ -165,7 +165,8 @@ class Session:
         )
 
     def note(self, note: pb.Note) -> None:
-        if self.open:
+        """Sent once, on a stream that works: what was under way when one breaks is lost."""
+        if self.welcomed:
             self.outgoing.append(pb.ClientMessage(note=note))
         else:
             self._notes.append(note)
@@ -199,7 +200,7 @@ class Session:
         return min(bound, claim.deadline) - now
 
     def _unreachable_at(self, claim: Claim) -> float:
-        allowed = claim.reconnect_timeout if self._ever_welcomed else claim.connect_timeout
+        allowed = claim.reconnect_timeout if self.ever_welcomed else claim.connect_timeout
         return max(self._down_since + allowed, claim.started + claim.connect_timeout)
 
     def unreachable(self) -> OrchestratorUnreachable:
@@ -227,8 +228,6 @@ class Session:
         for giving in self._givings.values():
             self._send_giving(giving)
         self.outgoing += [pb.ClientMessage(acquire=ask.message) for ask in self._asks.values()]
-        self.outgoing += [pb.ClientMessage(note=note) for note in self._notes]
-        self._notes.clear()
 
     def closed(self, *, now: float, trouble: str) -> None:
         """The stream is gone. Asks, holds and givings stay."""
@@ -265,7 +264,7 @@ class Session:
                 assert_never(unreachable)
 
     def _welcome(self, welcome: pb.Welcome) -> None:
-        self.welcomed = self._ever_welcomed = True
+        self.welcomed = self.ever_welcomed = True
         held = {(ref.group, ref.epoch) for ref in welcome.held}
         for hold in list(self._holds.values()):
             if (hold.lease.group, hold.lease.epoch) not in held:
@@ -276,6 +275,8 @@ class Session:
         for group, epoch in sorted(held - ours):
             if group not in asked:  # the grant of a request that we abandoned while the stream was gone
                 self._give(Hold(Lease(group, epoch), request=""))
+        self.outgoing += [pb.ClientMessage(note=note) for note in self._notes]
+        self._notes.clear()
         self._wake_all()
 
     def _granted(self, granted: pb.Granted) -> None:
