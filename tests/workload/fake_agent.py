@@ -1,4 +1,4 @@
-"""An agent that registers, hands out buffers and moves what it is told to: the wire's other side, without policy."""
+"""An agent that registers processes, hands out buffers and sends what a test tells it to: no policy."""
 
 import json
 import os

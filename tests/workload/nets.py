@@ -12,7 +12,7 @@ Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
 
 
 class Factored(torch.optim.Optimizer):
-    """Like Adafactor: state of other shapes than the parameter, nested, and a tensor of the optimizer's own."""
+    """Like Adafactor: nested state of other shapes, and a tensor of the optimizer's own."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": torch.tensor(0.05)})

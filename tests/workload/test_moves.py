@@ -1,6 +1,5 @@
 """State that went to host memory and came back is the same, bit for bit, and training does not notice."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,23 +9,7 @@ from workload.nets import OPTIMIZERS, Net, Training, digests
 
 from coslice.errors import ConfigError, StateBusy
 from coslice.gate import GATE
-from coslice.workload import Handle, register
-
-
-@pytest.fixture
-def registered() -> Iterator[Any]:
-    handles: list[Handle] = []
-
-    def call(*args: Any, **kwargs: Any) -> Handle:
-        handles.append(register(*args, env={}, **kwargs))
-        return handles[-1]
-
-    yield call
-    for handle in handles:
-        if handle.parked:
-            handle.restore()
-        handle.close()
-    assert not GATE.closed
+from coslice.workload import register
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

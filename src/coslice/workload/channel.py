@@ -202,9 +202,9 @@ class Channel:
             out = command.move_out
             tags = frozenset(out.tags)
             move = self._state.move_out(wait=out.deadline_s, mode=out.mode or OFFLOAD, tags=tags)
-            self.resized(self._state.measure())  # first: the agent compares with what was registered
         else:
             move = self._state.move_in()
+        self.resized(self._state.measure())  # first: the agent compares with what was registered
         return pb.Moved(
             op=op,
             bytes=move.bytes,

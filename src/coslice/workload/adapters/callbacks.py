@@ -54,8 +54,8 @@ class CallbackTaken:
 
     def __init__(self, adapter: CallbackAdapter, payload: bytes | None, discard: bool) -> None:
         self._adapter, self._payload = adapter, payload
-        self._saved = discard or payload is None
-        """Nothing to put into a buffer: in mode discard there is none."""
+        self._saved = discard or not payload
+        """Nothing goes into the buffer: in mode discard there is none."""
         self.kept = 0 if self._saved else len(payload or b"")
 
     def save(self, buffer: HostBuffer | None, offset: int) -> None:

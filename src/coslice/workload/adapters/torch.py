@@ -147,8 +147,8 @@ class TorchTaken:
         for name, optimizer in self._adapter.roots.optimizers.items():
             self._guard.optimizer(optimizer, name)
         for block in self.blocks:
-            for tensor in block.tensors:
-                self._guard.tensor(tensor, f"{block.tag} {block.name!r}")
+            for tensor, name in block.tensors:
+                self._guard.tensor(tensor, f"{block.tag} {name!r}")
 
 
 def make_roots(model: Any, optimizer: Any, tensors: Any, patterns: Any) -> Roots:

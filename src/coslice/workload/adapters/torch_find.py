@@ -27,14 +27,14 @@ def torch() -> Any:
 
 @dataclass(slots=True)
 class Block:
-    """One storage and the tensors over it."""
+    """One storage and the tensors over it, each with the name it was met by."""
 
     storage: Any
     nbytes: int
     name: str
     tag: str
     device: str
-    tensors: list[Any] = field(default_factory=list)
+    tensors: list[tuple[Any, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +154,9 @@ def find(roots: Roots, seen: set[int], *, device: str) -> list[Block]:
                 storage = part.untyped_storage()
                 key = storage._cdata
                 if key in blocks:
-                    _join(blocks[key], tensor)
+                    _join(blocks[key], tensor, name)
                 elif key not in seen and storage.nbytes() > 0:
-                    blocks[key] = Block(storage, storage.nbytes(), part_name, tag, where, [tensor])
+                    blocks[key] = Block(storage, storage.nbytes(), part_name, tag, where, [(tensor, name)])
     seen.update(blocks)
     if roots.patterns:
         for block in blocks.values():
@@ -164,9 +164,9 @@ def find(roots: Roots, seen: set[int], *, device: str) -> list[Block]:
     return list(blocks.values())
 
 
-def _join(block: Block, tensor: Any) -> None:
-    if not any(known is tensor for known in block.tensors):
-        block.tensors.append(tensor)
+def _join(block: Block, tensor: Any, name: str) -> None:
+    if not any(known is tensor for known, _ in block.tensors):
+        block.tensors.append((tensor, name))
 
 
 def _tag(block: Block, patterns: Mapping[str, str]) -> str:
