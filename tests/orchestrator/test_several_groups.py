@@ -136,3 +136,26 @@ async def test_a_lease_lost_while_waiting_for_the_other_ends_the_request(world: 
     refused = await a.refused(wants)
     assert "trainers was lost" in refused.message
     await b.until("samplers", lambda group: not group.waiters)
+
+
+async def test_explain_names_a_circle_of_two_jobs_processes(world: World) -> None:
+    await world.start(groups=TWO)
+    await world.agent(groups=NAMES)
+    trainer_a, sampler_a = await world.client("job-a"), await world.client("job-a")
+    trainer_b, sampler_b = await world.client("job-b"), await world.client("job-b")
+    held_a, held_b = await trainer_a.acquire("trainers"), await sampler_b.acquire("samplers")
+    wants_a, wants_b = await sampler_a.ask("samplers"), await trainer_b.ask("trainers")
+    for name in NAMES:
+        await trainer_a.until(name, lambda group: len(group.waiters) == 1)
+    lines = await trainer_a.explain("trainers", "job-b")
+    assert any(
+        "circle" in line
+        and "job-b waits for trainers, which job-a holds" in line
+        and "job-a waits for samplers, which job-b holds" in line
+        for line in lines
+    ), lines
+    await trainer_a.yielded(held_a)
+    await sampler_b.yielded(held_b)
+    await sampler_a.granted(wants_a)
+    await trainer_b.granted(wants_b)
+    assert not any("circle" in line for line in await trainer_a.explain("trainers", "job-b"))

@@ -2,12 +2,13 @@
 
 from coslice.core import story
 from coslice.core.ids import JobId
-from coslice.orchestrator.groups import Decision, GroupLock
+from coslice.orchestrator import cycles
+from coslice.orchestrator.groups import Decision, GroupLock, Groups
 
 LINES = 20
 
 
-def explain(lock: GroupLock, *, now: float, job: str, last: int) -> list[str]:
+def explain(lock: GroupLock, groups: Groups, *, now: float, job: str, last: int) -> list[str]:
     """Lines for people. The present comes first; then at most ``last`` decisions, the oldest first.
 
     ``job`` (empty: any) chooses whose waiting is explained and whose decisions are told.
@@ -19,6 +20,10 @@ def explain(lock: GroupLock, *, now: float, job: str, last: int) -> list[str]:
         lines = story.describe(group, now)
         for waiter in group.waiters:
             lines.append(story.why_waiting(group, waiter.job, now)[0])
+    for name in [JobId(job)] if job else [waiter.job for waiter in group.waiters]:
+        if steps := cycles.circle((one.state for one in groups), name):
+            lines.append(cycles.warning(steps, name))
+            break
     told = [line for decision in lock.decisions for line in _tell(decision, job, now)]
     return lines + told[-last:]
 

@@ -162,7 +162,9 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         lock = self._groups.get(request.group)
         if lock is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "explain one group: name it")
-        lines = explain(lock, now=self._clock.now(), job=request.job, last=request.last or LINES)
+        lines = explain(
+            lock, self._groups, now=self._clock.now(), job=request.job, last=request.last or LINES
+        )
         return pb.ExplainResponse(lines=lines)
 
     def _status(self, group: str) -> pb.GetStatusResponse:
