@@ -1,8 +1,8 @@
 """Nodes and clients around one real group, for tests: they behave as agents and clients do, with faults.
 
 ``Node`` is an agent with one device that holds one job's state at a time; it works on one operation at a
-time, in order, and what it says travels on a stream that may be cut. ``World`` carries out the group's effects
-and judges: it knows the truth about every device and what every client believes, and it checks each step.
+time, in order, and what it says travels on a stream that may be cut. ``World`` carries out the effects
+and judges: it knows the truth about every device and what every client believes; it checks each step.
 """
 
 from dataclasses import dataclass, field
