@@ -83,13 +83,13 @@ class _GroupReader:
         at, event, state = float(line["t"]), line["event"], line.get("state") or {}
         reasons = [(str(code), str(text)) for code, text in line.get("reasons", ())]
         self._decide(at, event, reasons)
-        match event.get("type"):
-            case "AcquireRequested":
-                self._asked(at, event)
-            case "AcquireAbandoned":
-                self._answered(at, event.get("request", ""), "gave up")
-            case "OpSucceeded":
-                self._swap_bytes += int(event.get("bytes_in", 0)) + int(event.get("bytes_out", 0))
+        kind = event.get("type")
+        if kind == "AcquireRequested":
+            self._asked(at, event)
+        elif kind == "AcquireAbandoned":
+            self._answered(at, event.get("request", ""), "gave up")
+        elif kind == "OpSucceeded":
+            self._swap_bytes += int(event.get("bytes_in", 0)) + int(event.get("bytes_out", 0))
         for effect in line.get("effects", ()):
             if effect.get("type") == "Grant":
                 self._granted(at, effect)

@@ -1,0 +1,184 @@
+"""What people type, and what they get told."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli.conftest import COSLICE, ENVIRONMENT, Start, coslice, run_arguments
+
+SCRIPT = """
+import os, sys
+import coslice
+orchestrator = coslice.connect()
+
+@orchestrator.on_accelerators
+def train():
+    return sorted(os.sched_getaffinity(0))
+
+print("affinity", train(), flush=True)
+"""
+
+HOLD = """
+import sys
+import coslice
+orchestrator = coslice.connect()
+with orchestrator.on_accelerators():
+    print("holding", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_help_teaches_the_first_steps() -> None:
+    text = coslice("--help").stdout
+    for words in ("coslice demo", "coslice up", "coslice run", "coslice status"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["status"], ["explain", "default"], ["run", "--job", "a", "--", sys.executable, "-c", "pass"]],
+    ids=["status", "explain", "run"],
+)
+def test_without_an_orchestrator_every_command_says_how_to_start_one(arguments: list[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [arguments[0], "-o", address, *arguments[1:]]
+    begin = time.monotonic()
+    result = coslice(*command)
+    assert result.returncode == 1
+    assert address in result.stderr
+    assert "coslice up" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["up", "--memory", "lots"], "is not a size"),
+        (["up", "--group", "bad name"], "not a group name"),
+        (["up", "--group", "a", "--group", "a:cpus=0"], "named twice"),
+        (["up", "--group", "a:cpus=0", "--group", "b:cpus=0"], "core 0"),
+        (["up", "--group", "a:colour=red"], "memory=512MiB"),
+        (["up", "--cpus", "999"], "no such core"),
+        (["up", "--policy", "magic"], "fifo"),
+        (["up", "--device", "abacus"], "host, cuda or auto"),
+        (["run", "--job", "a"], "nothing to run"),
+        (["run", "--job", "a b", "--", "true"], "not a job name"),
+        (["run", "--job", "a", "--", "no-such-command"], "command not found"),
+        (["replay", "/nonexistent/journal.jsonl"], "no journal"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_clear_line_and_a_non_zero_exit(
+    arguments: list[str], words: str, tmp_path: Path
+) -> None:
+    extra = ["--state", str(tmp_path), "--listen", "127.0.0.1:0"] if arguments[0] == "up" else []
+    result = coslice(*arguments[:1], *extra, *arguments[1:])
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_names_the_port_and_leaves_nothing(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = coslice("up", "--state", str(tmp_path / "state"), "--listen", f"127.0.0.1:{port}")
+    assert result.returncode == 2
+    assert str(port) in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_job_runs_on_the_accelerators_cores_and_the_status_is_its_own(up: Start) -> None:
+    server = up("--memory", "256MiB")
+    last = sorted(os.sched_getaffinity(0))[-1]
+    result = coslice(*run_arguments(server, "a", sys.executable, "-c", SCRIPT))
+    assert (result.returncode, result.stdout.strip()) == (0, f"affinity [{last}]"), result.stderr
+    failed = coslice(*run_arguments(server, "a", sys.executable, "-c", "raise SystemExit(7)"))
+    assert failed.returncode == 7
+
+
+def test_an_unknown_group_names_the_known_ones(up: Start) -> None:
+    server = up("--group", "trainers", "--cpus", "0")
+    result = coslice(*run_arguments(server, "a", sys.executable, "-c", SCRIPT, group="samplers"))
+    assert result.returncode == 1
+    assert "samplers" in result.stderr
+    assert "trainers" in result.stderr
+
+
+def test_status_and_explain_tell_who_holds_and_who_waits(up: Start) -> None:
+    server = up("--memory", "256MiB")
+    holder = _start(run_arguments(server, "job-a", sys.executable, "-c", HOLD))
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "holding\n"
+    waiter = _start(run_arguments(server, "job-b", sys.executable, "-c", HOLD))
+    state = _status_until(server.orchestrator, lambda group: bool(group["waiters"]))
+    assert (state["state"], state["job"]) == ("held", "job-a")
+    assert [waiting["job"] for waiting in state["waiters"]] == ["job-b"]
+    text = coslice("explain", "default", "--job", "job-b", "-o", server.orchestrator).stdout
+    assert "job-b" in text
+    assert "job-a" in text
+    second = coslice(*run_arguments(server, "job-a", sys.executable, "-c", HOLD))
+    assert second.returncode == 1
+    assert "already running" in second.stderr
+    for process in (holder, waiter):
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(30) == 0
+
+
+def test_ctrl_c_leaves_no_process_and_no_socket(up: Start, tmp_path: Path) -> None:
+    server = up("--memory", "256MiB")
+    job = _start(run_arguments(server, "a", sys.executable, "-c", HOLD))
+    assert job.stdout is not None
+    job.stdout.readline()
+    job.send_signal(signal.SIGTERM)  # what a scheduler sends; Ctrl-C reaches the whole process group
+    assert job.wait(30) != 0
+    assert server.stop() == 0
+    assert not list((tmp_path / "state").rglob("*.sock"))
+    for address in (server.orchestrator, server.agent):
+        host, port = address.rsplit(":", 1)
+        with socket.socket() as probe:
+            assert probe.connect_ex((host, int(port))) != 0
+
+
+def test_the_journal_of_a_run_becomes_a_page(up: Start, tmp_path: Path) -> None:
+    server = up("--memory", "256MiB")
+    coslice(*run_arguments(server, "a", sys.executable, "-c", SCRIPT))
+    server.stop()
+    page = tmp_path / "page.html"
+    result = coslice("replay", str(server.journal), "--out", str(page))
+    assert result.returncode == 0, result.stderr
+    assert "LeaseYielded" not in page.read_text()  # intervals and reasons, not raw events
+    assert '"job":"a"' in page.read_text()
+
+
+def _start(arguments: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*COSLICE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+
+
+def _status_until(address: str, wanted: "object") -> dict[str, object]:
+    """Follow ``status --watch`` until the group looks as ``wanted``; the stream is pushed, not asked."""
+    watch = _start(["status", "--watch", "--json", "-o", address])
+    assert watch.stdout is not None
+    try:
+        for line in watch.stdout:
+            group = json.loads(line)["groups"][0]
+            if wanted(group):  # type: ignore[operator]
+                return dict(group)
+    finally:
+        watch.kill()
+        watch.wait()
+    raise AssertionError("the status stream ended")
