@@ -1,8 +1,8 @@
 """Jobs that wait for each other in a circle.
 
 Within one session the global order of groups makes a circle impossible. Processes of two jobs can still make
-one, each holding what a sibling of the other waits for. It need not be a deadlock (a holder that does not wait
-for its sibling yields by itself), so nothing is refused: the circle is named, and ``max_hold`` breaks it.
+one, each holding what a sibling of the other waits for. It need not be a deadlock (a holder that does not
+wait for its sibling yields by itself), so nothing is refused: the circle is named, and ``max_hold`` breaks it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,6 +41,6 @@ def circle(groups: Iterable[Group], job: JobId) -> list[str]:
 
 def warning(steps: Sequence[str], job: JobId) -> str:
     return (
-        f"{job} is part of a circle: {names(steps)}. Ask for several groups in one request, or yield one first;"
-        " otherwise the longest hold is ended by max_hold."
+        f"{job} is part of a circle: {names(steps)}. Ask for several groups in one request, or yield one "
+        "first; otherwise the longest hold is ended by max_hold."
     )
