@@ -2,7 +2,8 @@
 
 Within one session the global order of groups makes a circle impossible. Processes of two jobs can still make
 one, each holding what a sibling of the other waits for. It need not be a deadlock (a holder that does not
-wait for its sibling yields by itself), so nothing is refused: the circle is named, and ``max_hold`` breaks it.
+wait for its sibling yields by itself), so nothing is refused: the circle is named, and ``max_hold`` breaks
+it.
 """
 
 from collections.abc import Iterable, Sequence
