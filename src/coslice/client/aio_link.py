@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterable
@@ -16,7 +15,7 @@ import grpc
 import grpc.aio
 
 from coslice.client.config import ClientConfig
-from coslice.client.link import result_of
+from coslice.client.link import result_of, signalled
 from coslice.client.session import Claim, Release, Session
 from coslice.client.transport import (
     FAREWELL_S,
@@ -53,7 +52,7 @@ class AioLink:
                 self._run()
             self._flush()
             while (wait := self._session.patience(claim, now=time.monotonic())) is not None:
-                await _set(signal, wait)
+                await signalled(signal, wait)
         except BaseException as error:
             self._session.withdraw(claim, f"{type(error).__name__} in the caller")
             self._flush()
@@ -75,7 +74,7 @@ class AioLink:
             wait = deadline - time.monotonic()
             if wait <= 0:
                 break
-            await _set(signal, wait)
+            await signalled(signal, wait)
         return result_of(release)
 
     def should_yield(self, groups: Iterable[str]) -> bool:
@@ -136,7 +135,8 @@ class AioLink:
                 if self._closing.is_set() or self._session.idle:
                     return
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), backoff.next())
+                    async with asyncio.timeout(backoff.next()):
+                        await self._closing.wait()
         except asyncio.CancelledError:
             await self._loop_ends()
             raise
@@ -183,15 +183,6 @@ class AioLink:
 async def _until_none(outbox: asyncio.Queue[pb.ClientMessage | None]) -> AsyncIterator[pb.ClientMessage]:
     while (message := await outbox.get()) is not None:
         yield message
-
-
-async def _set(signal: asyncio.Event, wait: float) -> None:
-    if wait == math.inf:
-        await signal.wait()
-    else:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(signal.wait(), wait)
-    signal.clear()
 
 
 _Key = tuple[str | None, str, str, int]

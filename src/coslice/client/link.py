@@ -61,7 +61,7 @@ class Link:
         try:
             wait = self._want(claim)
             while wait is not None:
-                signal.wait(None if wait == math.inf else wait)
+                signal.wait(min(wait, threading.TIMEOUT_MAX))
                 signal.clear()
                 wait = self._patience(claim)
         except BaseException as error:
@@ -94,7 +94,7 @@ class Link:
         try:
             wait = self._want(claim)
             while wait is not None:
-                await _set(signal, wait)
+                await signalled(signal, wait)
                 wait = self._patience(claim)
         except BaseException as error:
             self._withdraw(claim, error)
@@ -105,7 +105,7 @@ class Link:
         release = self._release(claim, groups, wake)
         deadline = time.monotonic() + confirm_s
         while (wait := self._unconfirmed(release, deadline)) > 0:
-            await _set(signal, wait)
+            await signalled(signal, wait)
         return result_of(release)
 
     # ── for both ───────────────────────────────────────────────────────────
@@ -270,9 +270,11 @@ def _loop_signal() -> tuple[asyncio.Event, Callable[[], None]]:
     return signal, wake
 
 
-async def _set(signal: asyncio.Event, wait: float) -> None:
+async def signalled(signal: asyncio.Event, wait: float) -> None:
+    """Wait for the event, at most so many seconds. (``asyncio.wait_for`` loses cancellations in 3.11.)"""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(signal.wait(), None if wait == math.inf else wait)
+        async with asyncio.timeout(None if wait == math.inf else wait):
+            await signal.wait()
     signal.clear()
 
 
