@@ -3,9 +3,9 @@
 Its state is anonymous memory (``mmap``) filled with a pattern. On MoveOut it copies it into the agent's
 memory file and unmaps it; on MoveIn it maps it anew, copies it back and checks the pattern. Misbehaviour
 is chosen with ``--lie`` (says Moved, frees nothing), ``--hang`` (never answers), ``--busy N`` (BUSY for
-the first N moves), ``--die`` (exits on the first MoveOut), ``--refuse-back`` (MoveIn fails). Commands
-arrive as lines on stdin: ``grow N``, ``use N`` (anonymous memory that is not state), ``drop``,
-``reconnect``. Facts go out as JSON lines on stdout.
+the first N moves), ``--die`` (exits on the first MoveOut), ``--slow S`` (answers MoveOut after S
+seconds), ``--refuse-back`` (MoveIn fails). Commands arrive as lines on stdin: ``grow N``, ``use N``
+(anonymous memory that is not state), ``drop``, ``reconnect``. Facts go out as JSON lines on stdout.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -129,6 +130,7 @@ class Workload:
             self.state.close()
             self.state = None
         say(event="moved_out")
+        time.sleep(self.options.slow)
         self.answer(moved=pb.Moved(op=move.op, bytes=self.size, seconds=0.001))
 
     def move_in(self, move: pb.MoveIn) -> None:
@@ -193,6 +195,7 @@ if __name__ == "__main__":
     parser.add_argument("--bytes", type=int, default=64 * MIB)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--start-time", type=int, default=0)
+    parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--busy", type=int, default=0)
     for flag in ("lie", "hang", "die", "refuse-back"):
         parser.add_argument(f"--{flag}", action="store_true")

@@ -59,6 +59,15 @@ async def test_what_is_not_allowed_is_refused_with_the_reason(node: Node, fields
     assert words in refused.value.details()
 
 
+async def test_a_snapshot_that_takes_too_long_leaves_the_job_as_it_was(node: Node) -> None:
+    await node.start()
+    process = await node.workload("job-a", "--slow", "1", group="", size=MIB)
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        await snapshot(node, job="job-a", timeout_s=0.3)
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await process.until("moved_in"))["intact"]
+
+
 async def test_host_memory_is_checked_before_the_process_is_touched(node: Node) -> None:
     await node.start(host=10 * MIB)
     process = await node.workload("job-a", group="", size=20 * MIB)

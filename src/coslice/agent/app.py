@@ -181,7 +181,9 @@ class AgentApp:
         )
 
     async def _serve(self, registry: Registry, buffers: HostBuffers, backend: AppChannelBackend) -> None:
-        direct = DirectApi(self.members, backend, self.groups, timeout=self.config.move_timeout)
+        direct = DirectApi(
+            self.members, backend, self.groups, instance=self.instance, timeout=self.config.move_timeout
+        )
         service = AgentService(
             registry=registry,
             members=self.members,

@@ -5,7 +5,9 @@ durable: where a job's state is, its processes say themselves when they register
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
@@ -15,6 +17,7 @@ from coslice.core.events import ContextFact, ContextState
 from coslice.core.ids import GroupId, JobId, check_name
 
 NO_GROUP = GroupId("")
+T = TypeVar("T")
 
 
 class DirectRefused(Exception):
@@ -25,9 +28,17 @@ class DirectRefused(Exception):
 
 class DirectApi:
     def __init__(
-        self, members: Members, backend: Backend, groups: Mapping[GroupId, object], *, timeout: float
+        self,
+        members: Members,
+        backend: Backend,
+        groups: Mapping[GroupId, object],
+        *,
+        instance: str,
+        timeout: float,
     ) -> None:
+        """``instance`` makes the names of operations unlike those of an earlier agent."""
         self._members, self._backend, self._groups, self._timeout = members, backend, groups, timeout
+        self._instance = instance
         self._locks: dict[JobId, asyncio.Lock] = {}
         self._count = 0
 
@@ -40,35 +51,47 @@ class DirectApi:
                 grpc.StatusCode.PERMISSION_DENIED,
                 "naming processes needs the admin role: name the job, its registered processes are known",
             )
-        mode = mode or "offload"
+        self._find(job)
         async with self._turn(job):
-            members = self._find(job)
+            members = self._find(job)  # again: it may have waited long
             for member in members:
-                if mode not in member.modes:
+                if (mode or "offload") not in member.modes:
                     raise DirectRefused(
                         grpc.StatusCode.INVALID_ARGUMENT,
                         f"process {member.pid} of {job} offers {', '.join(member.modes)}, not {mode!r}",
                     )
             if all(member.parked for member in members):
                 return Snapshotted(bytes=0, residual=0, seconds=0.0), f"{job} is in host memory already"
-            try:
-                async with asyncio.timeout(timeout or self._timeout):
-                    done = await self._backend.snapshot(members, op=self._name(job), mode=mode, tags=tags)
-            except (MoveError, TimeoutError) as error:
-                raise _failed(job, "snapshot", error) from None
-            return done, ""
+            return await _whole(self._move_out(job, members, mode or "offload", tags, timeout)), ""
 
     async def restore(self, job: str, *, timeout: float) -> tuple[Restored, str]:
         """Raises ``DirectRefused``. Of a job that is on the device: nothing moves, and that is said."""
+        self._find(job)
         async with self._turn(job):
             members = self._find(job)
             if not any(member.parked for member in members):
                 return Restored(bytes=0, seconds=0.0), f"{job} is on the device already"
-            try:
-                async with asyncio.timeout(timeout or self._timeout):
-                    return await self._backend.restore(members, op=self._name(job)), ""
-            except (MoveError, TimeoutError) as error:
-                raise _failed(job, "restore", error) from None
+            return await _whole(self._move_in(job, members, timeout)), ""
+
+    async def _move_out(
+        self, job: str, members: Sequence[Member], mode: str, tags: Sequence[str], timeout: float
+    ) -> Snapshotted:
+        try:
+            async with asyncio.timeout(timeout or self._timeout):
+                return await self._backend.snapshot(members, op=self._name(job), mode=mode, tags=tags)
+        except TimeoutError as error:  # those that had left go back: failed means as it was
+            with contextlib.suppress(MoveError):
+                await self._backend.restore(members, op=self._name(job))
+            raise _failed(job, "snapshot", error) from None
+        except MoveError as error:
+            raise _failed(job, "snapshot", error) from None
+
+    async def _move_in(self, job: str, members: Sequence[Member], timeout: float) -> Restored:
+        try:
+            async with asyncio.timeout(timeout or self._timeout):
+                return await self._backend.restore(members, op=self._name(job))
+        except (MoveError, TimeoutError) as error:
+            raise _failed(job, "restore", error) from None
 
     def facts(self) -> list[ContextFact]:
         jobs = sorted({member.job for member in self._members.of_group(NO_GROUP)})
@@ -90,7 +113,7 @@ class DirectApi:
 
     def _name(self, job: str) -> str:
         self._count += 1
-        return f"direct/{job}/{self._count}"
+        return f"direct/{self._instance}/{job}/{self._count}"
 
     def _find(self, job: str) -> tuple[Member, ...]:
         try:
@@ -111,6 +134,11 @@ class DirectApi:
                 f"no process of job {job!r} is registered here: its workload registers with this agent first",
             )
         return members
+
+
+async def _whole(work: Coroutine[Any, Any, T]) -> T:
+    """Run a move to its end even if its caller goes away in the middle."""
+    return await asyncio.shield(asyncio.ensure_future(work))
 
 
 def _failed(job: str, what: str, error: MoveError | TimeoutError) -> DirectRefused:

@@ -44,6 +44,7 @@ class UsageSampler:
         self._present = asyncio.Event()
         self._told: dict[JobId, int] = {}
         self._highest: dict[JobId, int] = {}  # since last told
+        self._peaks: dict[JobId, int] = {}  # the highest ever told
         self._now: Counter[JobId] = Counter()
         self._quiet: dict[JobId, int] = {}  # samples to go before the job may be told of again
         self._within: Counter[JobId] = Counter()  # use in the last sample that was within the budget
@@ -61,7 +62,7 @@ class UsageSampler:
             while members := self._members():
                 self.sample(members)
                 await asyncio.sleep(self._interval)  # no notification of memory use: see above
-            for figures in (self._told, self._highest, self._quiet):
+            for figures in (self._told, self._highest, self._quiet, self._peaks):
                 figures.clear()
             self.used, self._over = 0, 0
 
@@ -95,7 +96,10 @@ class UsageSampler:
         self._highest[job] = max(now, self._highest.get(job, 0))
         self._quiet[job] = self._quiet.get(job, 0) - 1
         told = self._told.get(job, 0)
-        if abs(now - told) > max(NOTABLE, NOTABLE_SHARE * told) and self._quiet[job] <= 0:
+        if abs(now - told) <= max(NOTABLE, NOTABLE_SHARE * told):
+            return
+        # A new peak may decide what fits, so it is told at once; each is a step above the last, so they are few.
+        if self._quiet[job] <= 0 or now > (1 + NOTABLE_SHARE) * self._peaks.get(job, 0):
             self._tell(job)
 
     def _tell(self, job: JobId) -> None:
@@ -105,6 +109,7 @@ class UsageSampler:
             told = highest
         if now != told:
             self._measured(job, now)
+        self._peaks[job] = max(highest, self._peaks.get(job, 0))
         self._told[job] = self._highest[job] = now
         self._quiet[job] = QUIET
 

@@ -166,7 +166,7 @@ def _fall(member: Member, answer: pb.Moved) -> int:
     """By how many bytes its use of the device fell. On cuda these are the allocator's own figures."""
     if member.device == "cuda":
         return answer.device_bytes_before - answer.device_bytes_after
-    return member.full - _measure(member)
+    return max(0, member.full - _measure(member))
 
 
 def _residual(member: Member, answer: pb.Moved) -> int:
