@@ -11,7 +11,7 @@ from coslice.core import events as ev
 from coslice.core.effects import ReasonCode
 from coslice.core.holdings import Context, Effort, Leaving, Live, Lost, Member, Returning, Saved, find, mib
 from coslice.core.ids import JobId
-from coslice.core.node_swap import NodeTurn, asked, count_eviction, lose
+from coslice.core.node_swap import NodeTurn, asked, count_eviction, lose, take_back
 from coslice.core.outcome import Rejected
 
 LOST_KEPT = 32
@@ -34,6 +34,10 @@ def on_registered(turn: NodeTurn, event: ev.MemberRegistered) -> None:
         turn.put(_begun(event, member))
         turn.say(ReasonCode.REGISTERED, f"process {event.pid} of {event.job} comes {what}")
         return
+    if isinstance(context.place, Lost):  # one process starts afresh, others still are what was lost
+        context = replace(
+            context, place=Live(whole=False, reason=f"part of it is lost: {context.place.reason}")
+        )
     known = any(m.id == member.id for m in context.members)
     members = tuple(member if m.id == member.id else m for m in context.members)
     _change(turn, replace(context, members=members if known else (*members, member)))
@@ -54,7 +58,7 @@ def _begun(event: ev.MemberRegistered, member: Member) -> Context:
 def _ends_with(turn: NodeTurn, context: Context, event: ev.MemberRegistered) -> bool:
     """Does this registration replace what we have? ``Rejected`` while another start of the job runs."""
     if context.incarnation == event.incarnation:
-        return isinstance(context.place, Lost)
+        return isinstance(context.place, Lost) and all(m.id == event.member for m in context.members)
     if seen := [m for m in context.members if m.seen]:
         raise Rejected(
             fx.RefuseCode.JOB_RUNNING,
@@ -84,6 +88,9 @@ def settled(context: Context) -> Context:
 def _change(turn: NodeTurn, context: Context) -> None:
     """Store a context with other members. What waited for one that is back, or gone, now goes out."""
     before = asked(turn.holdings)
+    if isinstance(context.place, Returning) and not before:
+        take_back(turn, context)  # not asked for yet, and the room it needs may be another now
+        return
     turn.put(settled(context))
     if not before:
         turn.effects.extend(asked(turn.holdings))

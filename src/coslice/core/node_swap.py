@@ -317,6 +317,14 @@ def _restore(turn: NodeTurn, op: Operation, context: Context) -> None:
         turn.effects.append(fx.RunRestore(op=op.op, job=context.job, attempt=attempt))
 
 
+def take_back(turn: NodeTurn, context: Context) -> None:
+    """Decide once more about a restore that nobody has been asked for since the last restart."""
+    op = turn.holdings.running
+    assert op is not None
+    turn.amend(restores=op.restores - 1)
+    turn.move(context, Live(whole=False, reason="it is not known to be back"))
+
+
 def restore_failed(
     turn: NodeTurn, context: Context, place: Returning, reason: str, *, lost: bool = False
 ) -> None:
