@@ -14,6 +14,7 @@ import pytest
 from coslice.errors import ConfigError
 from coslice.store import SqliteStore
 from coslice.store.base import StoreError
+from coslice.store.ownership import Ownership
 
 _WRITER = """
 import asyncio, sys
@@ -230,3 +231,23 @@ async def test_saves_of_many_writers_share_a_commit(tmp_path: Path) -> None:
     await asyncio.gather(*(store.save(f"key-{n}", b"1", expect=0) for n in range(500)))
     assert store.commits < 100
     await store.close()
+
+
+def test_an_owner_that_leaves_while_the_next_one_comes_does_not_let_two_in(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    first, third = Ownership(path), Ownership(path)
+    first.take()
+
+    class Late(Ownership):
+        """Between its look at the lock file and its lock the file is removed, and made anew by another."""
+
+        def _open(self) -> int:
+            fd = super()._open()
+            first.give_up()
+            third.take()
+            return fd
+
+    with pytest.raises(ConfigError, match="is in use by process"):
+        Late(path).take()
+    third.give_up()
+    assert list(_modes(tmp_path)) == []

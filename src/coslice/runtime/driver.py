@@ -112,7 +112,7 @@ class Driver(Generic[S, E, F]):
         ``Stopped``. Being cancelled takes nothing back: the event happened.
         """
         if self._stopped is not None:
-            raise self._stopped
+            raise Stopped(str(self._stopped)) from self._stopped.__cause__
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inbox.append(_Post(event, done))
         self._ring()
