@@ -295,7 +295,8 @@ def _measured_device(devices: GroupDevices) -> GroupDevices:
 def _store(config: AgentConfig) -> Store:
     if config.state_dir == ":memory:":
         return make_store(":memory:")
-    return make_store(_private_directory(config.state_dir) / "agent.sqlite")
+    # What it describes, processes and their memory, does not survive the machine: no need to wait for the disk.
+    return make_store(_private_directory(config.state_dir) / "agent.sqlite", flush=False)
 
 
 def _private_directory(path: str) -> Path:

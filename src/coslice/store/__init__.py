@@ -7,9 +7,9 @@ from coslice.store.memory import MemoryStore
 from coslice.store.sqlite import SqliteStore
 
 
-def make_store(location: str | Path) -> Store:
-    """``":memory:"``, or the path of an SQLite file. Nothing is opened before ``load()``."""
-    return MemoryStore() if str(location) == ":memory:" else SqliteStore(location)
+def make_store(location: str | Path, *, flush: bool = True) -> Store:
+    """``":memory:"``, or the path of an SQLite file (``flush`` as there). Nothing is opened before ``load()``."""
+    return MemoryStore() if str(location) == ":memory:" else SqliteStore(location, flush=flush)
 
 
 __all__ = ["MemoryStore", "SqliteStore", "Store", "make_store"]

@@ -1,5 +1,5 @@
-"""State in one SQLite file that survives the loss of power: WAL, ``synchronous=FULL``, one owner, one
-writer thread.
+"""State in one SQLite file: WAL, one owner, one writer thread; by default (``synchronous=FULL``) it survives
+the loss of power.
 
 Everything that waits to be saved when the thread is free becomes one transaction, whoever asked: a hundred
 drivers cost one flush of the disk, not a hundred. Callers are answered after the commit, all at once.
@@ -62,9 +62,12 @@ class SqliteStore:
     unknown.
     """
 
-    def __init__(self, path: str | Path, *, max_pages: int | None = None) -> None:
-        """``max_pages``: the file may not outgrow so many pages; saves then fail as on a full disk."""
+    def __init__(self, path: str | Path, *, flush: bool = True, max_pages: int | None = None) -> None:
+        """``flush`` False: what was saved survives the process (SIGKILL too) but perhaps not the machine; for
+        state that describes processes, which do not survive it either. ``max_pages``: the file may not outgrow
+        so many pages; saves then fail as on a full disk."""
         self.path = Path(path)
+        self.flush = flush
         self.max_pages = max_pages
         self.commits = 0
         """Transactions so far; each may have saved many values."""
@@ -159,7 +162,7 @@ class _Writer:
         try:
             owner.take()
             try:
-                with contextlib.closing(open_file(self._path, self._store.max_pages)) as self._db:
+                with contextlib.closing(self._open()) as self._db:
                     closing = self._serve()
             finally:
                 owner.give_up()
@@ -169,6 +172,9 @@ class _Writer:
         else:
             self._answers.give(closing, None)
         self._answers.send()
+
+    def _open(self) -> sqlite3.Connection:
+        return open_file(self._path, self._store.max_pages, flush=self._store.flush)
 
     def _pending(self) -> list[_Request]:
         found: list[_Request] = []

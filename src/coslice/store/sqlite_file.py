@@ -19,7 +19,7 @@ COMMIT;
 """
 
 
-def open_file(path: Path, max_pages: int | None = None) -> sqlite3.Connection:
+def open_file(path: Path, max_pages: int | None = None, *, flush: bool = True) -> sqlite3.Connection:
     """The caller owns the path already (``Ownership``). Raises ``ConfigError`` saying what is wrong with
     the file."""
     try:
@@ -32,7 +32,7 @@ def open_file(path: Path, max_pages: int | None = None) -> sqlite3.Connection:
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(f"cannot open the store {path}: {error}") from error
     try:
-        _prepare(path, db)
+        _prepare(path, db, flush=flush)
         if max_pages is not None:
             db.execute(f"PRAGMA max_page_count = {max_pages:d}")
     except sqlite3.Error as error:
@@ -44,7 +44,7 @@ def open_file(path: Path, max_pages: int | None = None) -> sqlite3.Connection:
     return db
 
 
-def _prepare(path: Path, db: sqlite3.Connection) -> None:
+def _prepare(path: Path, db: sqlite3.Connection, *, flush: bool) -> None:
     db.execute("PRAGMA locking_mode = EXCLUSIVE")
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (schema,) = db.execute("PRAGMA user_version").fetchone()
@@ -53,7 +53,7 @@ def _prepare(path: Path, db: sqlite3.Connection) -> None:
     if not new:
         _check_ours(path, db, application, schema)
     db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")
+    db.execute(f"PRAGMA synchronous = {'FULL' if flush else 'NORMAL'}")
     if new:
         db.executescript(_CREATE)
 
