@@ -295,7 +295,7 @@ def _measured_device(devices: GroupDevices) -> GroupDevices:
 def _store(config: AgentConfig) -> Store:
     if config.state_dir == ":memory:":
         return make_store(":memory:")
-    # What it describes, processes and their memory, does not survive the machine: no need to wait for the disk.
+    # What it describes, processes and their memory, dies with the machine: no need to wait for the disk.
     return make_store(_private_directory(config.state_dir) / "agent.sqlite", flush=False)
 
 

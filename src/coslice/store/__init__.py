@@ -8,7 +8,7 @@ from coslice.store.sqlite import SqliteStore
 
 
 def make_store(location: str | Path, *, flush: bool = True) -> Store:
-    """``":memory:"``, or the path of an SQLite file (``flush`` as there). Nothing is opened before ``load()``."""
+    """``":memory:"``, or the path of an SQLite file (``flush`` as there). ``load()`` opens it."""
     return MemoryStore() if str(location) == ":memory:" else SqliteStore(location, flush=flush)
 
 

@@ -63,9 +63,9 @@ class SqliteStore:
     """
 
     def __init__(self, path: str | Path, *, flush: bool = True, max_pages: int | None = None) -> None:
-        """``flush`` False: what was saved survives the process (SIGKILL too) but perhaps not the machine; for
-        state that describes processes, which do not survive it either. ``max_pages``: the file may not outgrow
-        so many pages; saves then fail as on a full disk."""
+        """``flush`` False: what was saved survives the process (SIGKILL too) but perhaps not the machine;
+        for state that describes processes, which do not survive it either. ``max_pages``: the file may not
+        outgrow so many pages; saves then fail as on a full disk."""
         self.path = Path(path)
         self.flush = flush
         self.max_pages = max_pages
