@@ -81,6 +81,7 @@ class Workload:
             state_bytes=self.size,
             parked=self.state is None,
             parked_bytes=self.size if self.state is None else 0,
+            need_bytes=self.options.need,
             modes=["offload"],
             device="host",
         )
@@ -195,6 +196,7 @@ if __name__ == "__main__":
     parser.add_argument("--bytes", type=int, default=64 * MIB)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--start-time", type=int, default=0)
+    parser.add_argument("--need", type=int, default=0)
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--busy", type=int, default=0)
     for flag in ("lie", "hang", "die", "refuse-back"):

@@ -27,8 +27,8 @@ async def test_the_first_job_leaves_when_the_second_is_wanted_and_comes_back_int
 
 async def test_jobs_that_fit_together_stay_and_the_reason_has_the_figures(node: Node) -> None:
     await node.start(budget=260 * MIB)
-    await node.workload("job-a", size=100 * MIB)
-    await node.workload("job-b", size=100 * MIB)
+    for job in ("job-a", "job-b"):
+        await node.workload(job, "--need", str(110 * MIB), size=100 * MIB)
     await node.orchestrator.make_resident(GROUP, "job-a", 1)
     done = (await node.orchestrator.make_resident(GROUP, "job-b", 2)).done
     assert (done.bytes_in, done.bytes_out, done.restored) == (0, 0, False)
@@ -47,6 +47,14 @@ async def test_a_peak_between_two_reports_counts_as_need(node: Node) -> None:
     await node.workload("job-b", size=120 * MIB)
     done = (await node.orchestrator.make_resident(GROUP, "job-b", 2)).done
     assert done.bytes_out == 60 * MIB, done.reason
+
+
+async def test_a_newcomer_of_unknown_need_is_set_aside_though_its_state_would_fit(node: Node) -> None:
+    await node.start(budget=260 * MIB)
+    await node.workload("job-a", size=100 * MIB)
+    newcomer = await node.workload("job-b", size=100 * MIB)
+    await newcomer.until("moved_out")
+    await node.orchestrator.until(lambda m: contexts(m.residency) == {"job-a": "LIVE", "job-b": "SAVED"})
 
 
 async def test_a_newcomer_without_room_is_set_aside_and_restored_for_its_turn(node: Node) -> None:

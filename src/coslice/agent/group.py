@@ -21,7 +21,7 @@ from coslice.agent.sampler import UsageSampler
 from coslice.core import context as core
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.holdings import Holdings, NodeRules, facts, find, fits_beside, need_of, others
+from coslice.core.holdings import Context, Holdings, NodeRules, facts, find, fits_beside, need_of, others
 from coslice.core.ids import Epoch, Incarnation, JobId, MemberId, OpId
 from coslice.core.outcome import Rejected, Step
 from coslice.runtime.clock import Clock
@@ -167,11 +167,17 @@ class ServedGroup:
         self.driver.tell(ev.JobForgotten(at=self._clock.now(), job=JobId(job)))
 
     def fits(self, member: Member) -> bool:
-        """Is there room on the device for this process's state, beside whoever is there?"""
+        """May this process's state stay on the device, beside whoever is there?
+
+        Only among jobs that declared their needs: what a job has registered when it starts is less than what
+        it will use, and then the job that holds the device would run out of memory.
+        """
         holdings = self.driver.state
         beside = others(holdings, member.job)
         if not beside or not member.state_bytes:
             return True
+        if not member.need or not all(declared(context) for context in beside):
+            return False
         context = find(holdings, member.job)
         here = member.state_bytes + (0 if context is None else context.bytes)
         need = max(here, need_of(holdings, member.job, member.need))
@@ -332,6 +338,11 @@ class ServedGroup:
     def _record(self, at: float, event: ev.NodeEvent, step: Step[Holdings, fx.NodeEffect]) -> None:
         for reason in step.reasons:
             log.debug("%s at %.3f: %s: %s", self.id, at, reason.code, reason.text)
+
+
+def declared(context: Context) -> int:
+    """What the job said it needs; 0: nothing."""
+    return max(context.need, max((member.need for member in context.members), default=0))
 
 
 def _text(error: Exception, name: str) -> str:

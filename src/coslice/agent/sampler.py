@@ -98,7 +98,7 @@ class UsageSampler:
         told = self._told.get(job, 0)
         if abs(now - told) <= max(NOTABLE, NOTABLE_SHARE * told):
             return
-        # A new peak may decide what fits, so it is told at once; each is a step above the last, so they are few.
+        # A new peak may decide what fits, so it is told at once; each a step above the last, so they are few.
         if self._quiet[job] <= 0 or now > (1 + NOTABLE_SHARE) * self._peaks.get(job, 0):
             self._tell(job)
 
