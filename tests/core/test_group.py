@@ -246,6 +246,22 @@ def test_an_unconfirmed_grant_is_taken_back() -> None:
     assert ReasonCode.UNCONFIRMED in [r.code for r in w.reasons]
 
 
+def test_the_clock_of_a_grant_stands_still_while_its_client_is_away() -> None:
+    w = world()
+    a = w.client("a1", job="a")
+    w.ask(a)
+    b = wait_behind(w, "b1", "b")
+    w.drop(a)
+    w.wait(8)
+    w.reconnect(a)
+    w.wait(4.9)
+    assert a.holding
+    w.wait(0.2)
+    w.settle()
+    assert not a.holding
+    assert b.holding
+
+
 def test_a_part_of_a_larger_request_is_confirmed_when_that_is_complete() -> None:
     w = world()
     a = w.client("a1", job="a")
@@ -327,6 +343,17 @@ def test_a_world_whose_processes_are_all_gone_is_over() -> None:
     b = wait_behind(w, "b1", "b")
     w.yield_(one)
     w.close(one)
+    w.settle()
+    assert b.holding
+
+
+def test_a_world_that_lost_a_process_on_the_way_ends_with_the_rest() -> None:
+    w = world()
+    one = hold(w, "a1", "a", world=2)
+    two = hold(w, "a2", "a", world=2)
+    b = wait_behind(w, "b1", "b")
+    w.abandon(two)
+    w.yield_(one)
     w.settle()
     assert b.holding
 
@@ -427,6 +454,15 @@ def test_a_goodbye_ends_everything_at_once() -> None:
     w.close(a)
     w.settle()
     assert c.holding
+
+
+def test_jobs_that_are_over_leave_no_record() -> None:
+    """C15."""
+    w = world()
+    for n in range(3):
+        w.close(hold(w, f"a{n}", "a", incarnation=f"{n}"))
+    assert w.group.jobs == ()
+    assert w.group.lost == ()
 
 
 def test_a_session_that_nobody_knows_changes_nothing() -> None:
@@ -591,6 +627,33 @@ def test_after_a_failure_elsewhere_no_node_is_trusted_before_it_reports() -> Non
     assert w.nodes["n0"].contexts["a"] is LIVE
 
 
+def test_an_answer_to_an_older_command_does_not_stand_for_the_newer_one() -> None:
+    w = world("n0", "n1")
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    c = wait_behind(w, "c1", "c")
+    w.yield_(a)
+    w.ask(a)
+    first, second = w.nodes["n0"], w.nodes["n1"]
+    second.work("incoming")
+    w.deliver(second)
+    assert b.refused  # c is next, under epoch 3, while n0 still works for b
+    first.contexts["b"] = LIVE
+    first.incarnations["b"] = Incarnation("b-1")
+    w.apply(
+        ev.OpSucceeded(
+            at=0.0,
+            op=OpId("g/2/n0"),
+            node=NodeId("n0"),
+            facts=NodeFacts(version=first.version + 1, contexts=(ContextFact(job=JobId("a"), state=LIVE),)),
+        )
+    )
+    second.work("incoming")
+    w.deliver(second)
+    assert c.refused
+    assert not a.holding
+    assert "g/4/n0" in [e.op for e in effects(w, fx.MakeResident)]
+
+
 def test_a_report_without_facts_is_believed_as_little_as_possible() -> None:
     w = world()
     a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
@@ -627,6 +690,32 @@ def test_a_node_that_comes_back_is_told_the_same_again() -> None:
     w.settle()
     assert b.holding
     assert b.holding[1] == 2
+
+
+def test_a_node_that_lost_its_work_in_the_middle_of_a_swap_does_it_again() -> None:
+    w = world("n0", "n1")
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.settle()
+    w.confirm(b)
+    w.use_device(b)
+    w.settle()
+    w.ask(a)
+    w.yield_(b)
+    first = w.nodes["n0"]
+    first.work("none")
+    w.deliver(first)
+    w.detach("n0")
+    first.contexts = {JobId("a"): SAVED, JobId("b"): LIVE}
+    first.answers.clear()
+    first.epoch = 2
+    w.attach("n0")
+    w.nodes["n1"].work("none")
+    w.deliver(w.nodes["n1"])
+    assert not a.holding
+    w.settle()
+    assert a.holding
+    assert first.contexts["a"] is LIVE
 
 
 def test_without_an_agent_nothing_is_granted_and_after_a_while_the_node_is_left_out() -> None:
@@ -777,6 +866,24 @@ def test_who_does_not_return_after_a_restart_is_given_up() -> None:
     w.wait(0.2)
     w.settle()
     assert b.holding
+
+
+def test_after_a_restart_grants_are_confirmed_and_holders_asked_anew() -> None:
+    w = world(quantum=2.0)
+    a = w.client("a1", job="a")
+    w.ask(a)
+    b = wait_behind(w, "b1", "b")
+    w.wait(3)
+    assert effects(w, fx.AskYield)
+    w.restart()
+    w.attach("n0")
+    w.wait(6)  # longer than the time to confirm, within the grace
+    w.reconnect(a)
+    w.reconnect(b)
+    assert a.holding
+    w.confirm(a)
+    w.wait(3)
+    assert [type(e) for e in w.effects].count(fx.AskYield) == 2
 
 
 def test_a_restart_in_the_middle_of_a_swap_names_the_same_operation() -> None:

@@ -23,7 +23,11 @@ pick = st.integers(0, 10_000)
 
 
 class GroupMachine(RuleBasedStateMachine):
-    @initialize(nodes=st.integers(1, 3), policy=st.sampled_from(["fifo", "fewest_swaps"]), up=st.booleans())
+    @initialize(
+        nodes=st.integers(1, 3),
+        policy=st.sampled_from(["fifo", "fewest_swaps"]),
+        up=st.sampled_from([True, True, False]),
+    )
     def start(self, nodes: int, policy: str, up: bool) -> None:
         self.world = World(*(f"n{i}" for i in range(nodes)), policy=policy_named(policy))
         self.starts = dict.fromkeys(JOBS, 1)
@@ -48,7 +52,11 @@ class GroupMachine(RuleBasedStateMachine):
 
     # ── clients ──
 
-    @rule(job=st.sampled_from(JOBS), process=st.integers(0, 1), more=st.sampled_from([False, False, True]))
+    @rule(
+        job=st.sampled_from(JOBS),
+        process=st.integers(0, 1),
+        more=st.sampled_from([False, False, False, True]),
+    )
     def acquire(self, job: str, process: int, more: bool) -> None:
         """Job c runs as two processes that must both yield; a and b have one or two as they come."""
         start = self.starts[job]
@@ -71,8 +79,9 @@ class GroupMachine(RuleBasedStateMachine):
             self.world.ask(client)
             assert self.world.open_requests() == before
 
-    @rule(index=pick, use=st.booleans())
+    @rule(index=pick, use=st.sampled_from([True, True, False]))
     def confirm(self, index: int, use: bool) -> None:
+        """The facts of a use are on their way to the orchestrator for as long as the node does not speak."""
         client = self.a_client(index, holding=True)
         if client is not None:
             self.world.confirm(client)
@@ -112,46 +121,18 @@ class GroupMachine(RuleBasedStateMachine):
         assert self.world.group == before
 
     @rule(index=pick)
-    def abandon(self, index: int) -> None:
-        client = self.a_client(index, asking=True) or self.a_client(index, holding=True)
-        if client is not None:
-            self.world.abandon(client)
-
-    @rule(index=pick)
-    def drop(self, index: int) -> None:
-        if client := self.a_client(index):
-            self.world.drop(client)
-
-    @rule(index=pick)
     def reconnect(self, index: int) -> None:
         chosen = self.clients(connected=False)
         if chosen:
             self.world.reconnect(chosen[index % len(chosen)])
 
-    @rule(job=st.sampled_from(JOBS))
-    def job_exits(self, job: str) -> None:
-        """All its processes end; the next start is a new incarnation."""
-        self.starts[job] += 1
-        for client in list(self.world.clients.values()):
-            if client.job == job:
-                self.world.close(client)
-        for node in self.world.nodes.values():
-            if node.contexts.pop(JobId(job), None) is not None:
-                node.stuck = None if node.stuck == job else node.stuck
-                node.push()
-
-    @rule(job=st.sampled_from(JOBS))
-    def forget(self, job: str) -> None:
-        self.world.apply(ev.JobForgotten(at=self.world.now, job=JobId(job)))
-        assert all(w.job != job for w in self.world.group.waiters)
-
     # ── nodes ──
 
-    @rule(index=pick, fault=st.sampled_from(["none", "none", "none", "incoming", "evictee", "stuck"]))
-    def node_works(self, index: int, fault: str) -> None:
+    @rule(index=pick)
+    def node_works(self, index: int) -> None:
         node = self.a_node(index, ops=True)
         if node is not None:
-            node.work(fault)
+            node.work("none")
 
     @rule(index=pick)
     def node_speaks(self, index: int) -> None:
@@ -165,13 +146,46 @@ class GroupMachine(RuleBasedStateMachine):
         if node is not None:
             self.world.attach(node.name)
 
-    @rule(index=pick)
-    def node_detaches(self, index: int) -> None:
-        node = self.a_node(index, up=True)
-        if node is not None:
-            self.world.detach(node.name)
+    @rule(seconds=st.sampled_from([0.5, 4.0, 11.0, 61.0, 301.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.wait(seconds)
 
-    @rule(index=pick)
+    @rule(index=pick, kind=st.sampled_from(["abandon", "abandon", "drop", "drop", "exit", "exit", "forget"]))
+    def client_trouble(self, index: int, kind: str) -> None:
+        """A call is cancelled, a connection lost, a job ends or is forgotten by an operator."""
+        job = JOBS[index % len(JOBS)]
+        if kind == "exit":
+            self.job_exits(job)
+        elif kind == "forget":
+            self.world.apply(ev.JobForgotten(at=self.world.now, job=JobId(job)))
+            assert all(w.job != job for w in self.world.group.waiters)
+        elif kind == "drop":
+            if client := self.a_client(index):
+                self.world.drop(client)
+        elif client := self.a_client(index, asking=True) or self.a_client(index, holding=True):
+            self.world.abandon(client)
+
+    def job_exits(self, job: str) -> None:
+        """All its processes end; the next start is a new incarnation."""
+        self.starts[job] += 1
+        for client in list(self.world.clients.values()):
+            if client.job == job:
+                self.world.close(client)
+        for node in self.world.nodes.values():
+            if node.contexts.pop(JobId(job), None) is not None:
+                node.stuck = None if node.stuck == job else node.stuck
+                node.push()
+
+    @rule(index=pick, kind=st.sampled_from(["incoming", "evictee", "stuck", "detach", "detach", "change"]))
+    def node_trouble(self, index: int, kind: str) -> None:
+        if kind == "detach":
+            if node := self.a_node(index, up=True):
+                self.world.detach(node.name)
+        elif kind == "change":
+            self.nodes_change(index)
+        elif node := self.a_node(index, ops=True):
+            node.work(kind)
+
     def nodes_change(self, index: int) -> None:
         names = sorted(self.world.nodes)
         fewer = (
@@ -181,12 +195,6 @@ class GroupMachine(RuleBasedStateMachine):
         for name in names:
             if name not in fewer:
                 self.world.nodes[name].up, self.world.nodes[name].mail = False, []
-
-    # ── time and the orchestrator ──
-
-    @rule(seconds=st.sampled_from([0.5, 4.0, 11.0, 61.0, 301.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.world.wait(seconds)
 
     @precondition(lambda self: self.world.group.epoch > 0)
     @rule()
@@ -231,5 +239,5 @@ class GroupMachine(RuleBasedStateMachine):
 
 TestGroup = GroupMachine.TestCase
 TestGroup.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
