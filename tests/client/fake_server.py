@@ -119,7 +119,8 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
         with self.changed:
             lock = self.groups[group]
             assert lock.holder is not None
-            session, epoch = lock.holder[0], lock.epoch
+            (session, request), epoch = lock.holder, lock.epoch
+            self._asks.pop(request, None)  # if its grant never arrived, it is made again
             self._tell(session, lease_lost=pb.LeaseLost(group=group, epoch=epoch, reason=reason))
             self._free(group)
 
@@ -185,18 +186,11 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
                 stream.put(pb.ServerMessage(refused=self.refuse_hello))
                 return
             else:
-                self._streams[hello.session] = stream
-                held = [
-                    pb.LeaseRef(group=name, epoch=lock.epoch)
-                    for name, lock in self.groups.items()
-                    if lock.holder is not None and lock.holder[0] == hello.session
-                ]
-                stream.put(pb.ServerMessage(welcome=pb.Welcome(orchestrator="fake", held=held)))
+                self.greet(hello, stream)
         for message in messages:
             if silent:
                 continue
             kind = message.WhichOneof("kind")
-            content = getattr(message, kind)
             with self.changed:
                 if self._streams.get(hello.session) is not stream:
                     return  # a stream that was replaced, or a server that was killed
@@ -204,8 +198,7 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
                 if breaks:
                     self._break_after.remove(kind)
                     del self._streams[hello.session]
-                getattr(self, f"_on_{kind}")(hello.session, content)
-                self._saw(kind, content)
+                self.hear(hello.session, message)
                 if breaks:
                     raise _Broken
             if kind == "goodbye":
@@ -226,6 +219,24 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
                 ],
             )
 
+    def greet(self, hello: pb.Hello, stream: SimpleQueue[pb.ServerMessage | None]) -> None:
+        """The session's answers go to this stream from now on."""
+        self._streams[hello.session] = stream
+        held = [
+            pb.LeaseRef(group=name, epoch=lock.epoch)
+            for name, lock in self.groups.items()
+            if lock.holder is not None and lock.holder[0] == hello.session
+        ]
+        stream.put(pb.ServerMessage(welcome=pb.Welcome(orchestrator="fake", held=held)))
+
+    def hear(self, session: str, message: pb.ClientMessage) -> None:
+        kind = message.WhichOneof("kind")
+        assert kind is not None
+        content = getattr(message, kind)
+        with self.changed:
+            getattr(self, f"_on_{kind}")(session, content)
+            self._saw(kind, content)
+
     # ── verbs ──────────────────────────────────────────────────────────────
 
     def _on_acquire(self, session: str, message: pb.Acquire) -> None:
@@ -239,17 +250,17 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
             )
             self._tell(session, refused=refused)
             return
+        ask = (session, message.request)
+        if message.request in self._asks:  # a repetition keeps its place; a grant may have been lost
+            self._answer(ask)
+            return
         mine = [name for name, lock in self.groups.items() if lock.holder and lock.holder[0] == session]
         if any(name < held for name in message.groups for held in mine if held not in message.groups):
             text = f"yield {mine[-1]} first"
             refused = pb.Refused(request=message.request, code=pb.LOCK_ORDER, message=text)
             self._tell(session, refused=refused)
             return
-        ask = (session, message.request)
         groups = sorted(message.groups)
-        if message.request in self._asks:  # a repetition keeps its place; a grant may have been lost
-            self._answer(ask)
-            return
         self._asks[message.request] = groups
         self._queue_next(ask)
 

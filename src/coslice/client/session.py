@@ -269,12 +269,6 @@ class Session:
         for hold in list(self._holds.values()):
             if (hold.lease.group, hold.lease.epoch) not in held:
                 self._lose(hold, "the orchestrator ended it while this process was out of its reach")
-        ours = {(hold.lease.group, hold.lease.epoch) for hold in self._holds.values()}
-        ours |= {(ref.group, ref.epoch) for giving in self._givings.values() for ref in giving.message.leases}
-        asked = {group for ask in self._asks.values() for group in ask.groups}
-        for group, epoch in sorted(held - ours):
-            if group not in asked:  # the grant of a request that we abandoned while the stream was gone
-                self._give(Hold(Lease(group, epoch), request=""))
         self.outgoing += [pb.ClientMessage(note=note) for note in self._notes]
         self._notes.clear()
         self._wake_all()
