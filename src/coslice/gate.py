@@ -102,7 +102,7 @@ class Gate:
             if section not in self._sections:
                 return
             self._sections.remove(section)
-            if all(other.thread != section.thread for other in self._sections):
+            if all(other.thread != section.thread for other in tuple(self._sections)):
                 self._unpin(section.thread)
             self._changed.notify_all()
 
@@ -114,7 +114,7 @@ class Gate:
         groups = frozenset((group,)) if group else frozenset[str]()
         deadline = time.monotonic() + timeout
         with self._changed:
-            while any(_meet(section.groups, groups) for section in self._sections):
+            while any(_meet(section.groups, groups) for section in tuple(self._sections)):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return False
@@ -129,7 +129,7 @@ class Gate:
             self._changed.notify_all()
 
     def _last_of(self, thread: int) -> Section | None:
-        return next((s for s in reversed(self._sections) if s.thread == thread), None)
+        return next((s for s in reversed(tuple(self._sections)) if s.thread == thread), None)
 
     def _run_hooks(self) -> None:
         for hook in list(self._hooks):

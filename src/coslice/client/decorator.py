@@ -91,7 +91,7 @@ class OnAccelerators:
         self._phase = phase
         self._timeout = timeout
         self._only_async = only_async
-        self._entered: list[tuple[_Caller, _Scope]] = []
+        self._entered: dict[_Caller, list[_Scope]] = {}
 
     def _scope(self, phase: str = "") -> _Scope:
         return _Scope(self._client, self._groups, self._phase or phase, self._timeout)
@@ -169,7 +169,7 @@ class OnAccelerators:
             raise TypeError("AsyncClient.on_accelerators needs `async with`")
         scope = self._scope()
         grant = scope.__enter__()
-        self._entered.append((caller(), scope))
+        self._entered.setdefault(caller(), []).append(scope)
         return grant
 
     def __exit__(
@@ -180,7 +180,7 @@ class OnAccelerators:
     async def __aenter__(self) -> Grant:
         scope = self._scope()
         grant = await scope.__aenter__()
-        self._entered.append((caller(), scope))
+        self._entered.setdefault(caller(), []).append(scope)
         return grant
 
     async def __aexit__(
@@ -189,7 +189,10 @@ class OnAccelerators:
         await self._pop().__aexit__(kind, error, trace)
 
     def _pop(self) -> _Scope:
-        """The caller's last passage; where another thread leaves than entered, the last one of all."""
-        me = caller()
-        mine = next((i for i in range(len(self._entered) - 1, -1, -1) if self._entered[i][0] == me), -1)
-        return self._entered.pop(mine)[1]
+        """The caller's last passage; where another thread leaves than entered, somebody's last one."""
+        who = me if (me := caller()) in self._entered else next(iter(self._entered))
+        scopes = self._entered[who]  # only its own caller, or its one substitute, touches this list
+        scope = scopes.pop()
+        if not scopes:
+            del self._entered[who]
+        return scope

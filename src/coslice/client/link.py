@@ -153,22 +153,24 @@ class Link:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Session]:
         """The session, alone; on leaving, what it has to say goes to the stream in that order."""
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-        try:
-            yield self._session
-            while self._deferred:
-                self._session.release(self._deferred.popleft())
-        finally:
-            outgoing, self._session.outgoing = self._session.outgoing, []
-            if self._outbox is not None:
-                for message in outgoing:
-                    self._outbox.put(message)
-            self._owner = 0
-            self._lock.release()
-        if self._deferred:
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield self._session
+            finally:
+                self._flush()
+                self._owner = 0
+        if self._deferred:  # by a collection after the flush
             with self._locked():
                 pass
+
+    def _flush(self) -> None:
+        while self._deferred:
+            self._session.release(self._deferred.popleft())
+        outgoing, self._session.outgoing = self._session.outgoing, []
+        if self._outbox is not None:
+            for message in outgoing:
+                self._outbox.put(message)
 
     def _want(self, claim: Claim) -> float | None:
         with self._locked() as session:
