@@ -83,7 +83,7 @@ class Workload:
             parked_bytes=self.size if self.state is None else 0,
             need_bytes=self.options.need,
             modes=["offload"],
-            device="host",
+            device=self.options.device,
         )
 
     def serve(self) -> None:
@@ -132,7 +132,11 @@ class Workload:
             self.state = None
         say(event="moved_out")
         time.sleep(self.options.slow)
-        self.answer(moved=pb.Moved(op=move.op, bytes=self.size, seconds=0.001))
+        moved = pb.Moved(op=move.op, bytes=self.size, seconds=0.001)
+        if self.options.device == "cuda":
+            moved.device_bytes_before = self.size + MIB
+            moved.device_bytes_after = moved.device_bytes_before if self.options.lie else MIB
+        self.answer(moved=moved)
 
     def move_in(self, move: pb.MoveIn) -> None:
         if self.options.refuse_back:
@@ -196,6 +200,7 @@ if __name__ == "__main__":
     parser.add_argument("--bytes", type=int, default=64 * MIB)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--start-time", type=int, default=0)
+    parser.add_argument("--device", default="host")
     parser.add_argument("--need", type=int, default=0)
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--busy", type=int, default=0)

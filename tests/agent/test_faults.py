@@ -4,7 +4,11 @@ import os
 import re
 import signal
 
+import pytest
 from agent.conftest import GROUP, MIB, Node, contexts
+
+from coslice.agent.config import GroupDevices
+from coslice.core.ids import GroupId
 
 
 async def test_a_process_that_frees_nothing_fails_with_the_figures(node: Node) -> None:
@@ -26,6 +30,20 @@ async def test_a_process_that_frees_nothing_is_killed_when_it_is_stuck(node: Nod
     assert await liar.ended() == -signal.SIGKILL
     assert contexts(done.residency) == {"job-a": "LOST"}
     assert "registered must leave" in done.residency.contexts[0].reason
+
+
+@pytest.mark.parametrize("lie", [False, True])
+async def test_on_cuda_the_allocators_figures_decide(node: Node, lie: bool) -> None:
+    """No device is needed: the agent opens none and takes the figures that the workload's allocator gives."""
+    cuda = GroupDevices(group=GroupId(GROUP), accelerator="cuda", device_budget=160 * MIB)
+    await node.start(groups=(cuda,), on_stuck="wait", settle=0.0)
+    await node.workload("job-a", "--device", "cuda", *(["--lie"] if lie else []))
+    await node.orchestrator.make_resident(GROUP, "job-a", 1)
+    report = await node.orchestrator.make_resident(GROUP, "job-b", 2)
+    assert bool(report.failed.op) is lie
+    assert contexts(report.done.residency) == ({} if lie else {"job-a": "SAVED"})
+    left = (await node.status()).members[0].device_bytes
+    assert left == (100 * MIB if lie else MIB)
 
 
 async def test_a_process_that_never_answers_is_killed_in_bounded_time(node: Node) -> None:

@@ -111,8 +111,12 @@ class Member:
         """Bytes on the device now, above the baseline; 0 once it has ended. Cheap, may be a little off.
 
         A parked process is off the accelerator: what it allocates meanwhile is its host memory, so it counts
-        for what it left behind at most.
+        for what it left behind at most. On cuda nothing is measured from outside: the process's word counts.
         """
+        if self.has_ended:
+            return 0
+        if self.device == "cuda":
+            return self.residual if self.parked else self.state_bytes
         try:
             now = max(0, self.memory.fast() - self.baseline)
         except Gone:
