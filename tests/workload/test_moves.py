@@ -10,6 +10,8 @@ from workload.nets import OPTIMIZERS, Net, Training, digests
 from coslice.errors import ConfigError, StateBusy
 from coslice.gate import GATE
 from coslice.workload import register
+from coslice.workload.adapters import torch_copy
+from coslice.workload.adapters.torch import TorchAdapter, make_roots
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -185,3 +187,22 @@ def test_nothing_moves_inside_an_accelerator_section(registered: Any) -> None:
 def test_wrong_arguments_are_refused_with_the_next_step(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         register(**arguments, env={})
+
+
+def test_copies_by_torch_give_the_same_bytes(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of devices other than the CPU, here from host memory to host memory."""
+    monkeypatch.setattr(torch_copy, "cpu_out", torch_copy.device_out)
+    monkeypatch.setattr(torch_copy, "cpu_in", torch_copy.device_in)
+    run = Training("adamw-fused")
+    run.step()
+    before = digests(run.net, run.optimizer)
+    handle = registered(run.net, run.optimizer)
+    handle.offload()
+    handle.restore()
+    assert digests(run.net, run.optimizer) == before
+
+
+def test_on_cuda_what_lies_in_host_memory_stays(registered: Any) -> None:
+    run = Training("adamw-fused")
+    run.step()
+    assert TorchAdapter(make_roots(run.net, run.optimizer, None, None), device="cuda").measure(set()) == 0

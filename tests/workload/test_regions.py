@@ -249,3 +249,27 @@ def _no_room_for_the_last(self: torch_adapter.TorchTaken) -> None:
     for block in self.blocks[:-1]:
         block.storage.resize_(block.nbytes)
     raise NoRoom("no room on the device")
+
+
+def test_callbacks_see_the_tensors_of_every_registration(registered: Any) -> None:
+    sums: list[float] = []
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    def look() -> None:
+        sums.append(sum(float(model.weight.detach().sum()) for model in models))
+
+    handles = [registered(model, on_snapshot=look, on_restore=look) for model in models]
+    handles[0]._group.state.move_out(wait=0.0)
+    handles[0]._group.state.move_in()
+    assert len(sums) == 4
+    assert len(set(sums)) == 1
+
+
+def test_a_discarded_region_is_filled_again_too(registered: Any) -> None:
+    model, optimizer = lora_run()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    before = digests(model, optimizer)
+    handle = registered(model, optimizer, on_restore=lambda: model.load_state_dict(weights))
+    assert handle.offload(tags=["weights"], mode="discard") == BASE
+    handle.restore()
+    assert digests(model, optimizer) == before

@@ -24,8 +24,8 @@ ANSWER_SECONDS = 10.0
 class Handle:
     """State that was registered. Thread-safe; in a forked child it is dead and does nothing."""
 
-    def __init__(self, registration: Registration, group: Group, adapter: Any) -> None:
-        self._registration, self._group, self._torch = registration, group, adapter
+    def __init__(self, registration: Registration, group: Group) -> None:
+        self._registration, self._group = registration, group
         self._pid = os.getpid()
 
     @property
@@ -145,7 +145,7 @@ def register(
         _log.warning(
             "coslice: no agent answers at %s yet; dialling on (start one with `coslice up`)", address
         )
-    return Handle(registration, joined, adapter)
+    return Handle(registration, joined)
 
 
 def _torch_adapter(

@@ -43,8 +43,9 @@ class Group:
 
     def _section_ended(self) -> None:
         """State may have come (optimizers make theirs in a step). Still before anybody may move it."""
-        self.state.settle()
-        self.refresh()
+        size = self.state.settle()
+        if self.channel is not None:
+            self.channel.resized(size)
 
     def refresh(self) -> None:
         if self.channel is not None:

@@ -6,6 +6,7 @@ channel (the agent's commands) and by handles (local moves); the work is done in
 no network.
 """
 
+import itertools
 import threading
 import time
 import zlib
@@ -36,7 +37,7 @@ class Move:
 
 @dataclass(eq=False, slots=True)
 class Registration:
-    """What one call of ``register`` brought. Adapters in the order in which they come back."""
+    """What one call of ``register`` brought."""
 
     name: str
     adapters: Sequence[Adapter]
@@ -103,9 +104,19 @@ class GroupState:
         with self._lock:
             self._registrations = [each for each in self._registrations if each is not registration]
 
-    def settle(self) -> None:
-        """Lay small storages side by side, so that they leave in whole pages. Not while a section works."""
-        self._mover.run(self._settle)
+    def settle(self) -> int:
+        """Registered bytes, as ``measure``; small storages are laid side by side, to leave in whole pages.
+
+        Call it only while no section is at work.
+        """
+        with self._lock:
+            if self._out:
+                return self.measure()
+            seen = set[int]()
+            found = [adapter.survey(seen) for each in self._registrations for adapter in each.adapters]
+        if scattered := [taken for _, taken in found if taken is not None]:
+            self._mover.run(lambda: self._lay_out(scattered))
+        return sum(size for size, _ in found)
 
     def settle_if_idle(self) -> None:
         with self._moving:
@@ -115,25 +126,18 @@ class GroupState:
                 finally:
                     GATE.open(self.group)
 
-    def _settle(self) -> None:
+    def _lay_out(self, scattered: Sequence[Taken]) -> None:
         with self._lock:
-            if self._out:
-                return
-            seen = set[int]()
-            found = [a.scattered(seen) for each in self._registrations for a in each.adapters]
-            scattered = [taken for taken in found if taken is not None]
-            if not scattered:
+            if self._out:  # a move was faster
                 return
             aside = LocalBuffers()
-            buffer, offset = aside.obtain(sum(taken.kept for taken in scattered)), 0
-            offsets = list[int]()
-            for taken in scattered:
+            buffer = aside.obtain(sum(taken.kept for taken in scattered))
+            offsets = [0, *itertools.accumulate(taken.kept for taken in scattered)]
+            for taken, offset in zip(scattered, offsets, strict=False):
                 taken.save(buffer, offset)
-                offsets.append(offset)
-                offset += taken.kept
             for taken in scattered:
                 taken.free()
-            for taken, offset in zip(scattered, offsets, strict=True):
+            for taken, offset in zip(scattered, offsets, strict=False):
                 taken.allocate()
                 taken.load(buffer, offset)
                 taken.finish()
@@ -192,13 +196,12 @@ class GroupState:
     def _take(
         self, leaving: list[_Out], owners: Sequence[Registration], mode: str, tags: AbstractSet[str]
     ) -> None:
-        """Callbacks come first on the way out and last on the way back: they may use the tensors."""
         seen = self._parked_keys()
-        for owner in owners:
-            for adapter in reversed(owner.adapters):
-                discard = DISCARD in (mode, owner.mode)
-                if (taken := adapter.take(discard=discard, tags=tags, seen=seen)) is not None:
-                    leaving.append(_Out(owner, taken))
+        pairs = [(owner, adapter) for owner in owners for adapter in owner.adapters]
+        for owner, adapter in sorted(pairs, key=lambda pair: not pair[1].leaves_first):
+            discard = DISCARD in (mode, owner.mode)
+            if (taken := adapter.take(discard=discard, tags=tags, seen=seen)) is not None:
+                leaving.append(_Out(owner, taken))
 
     def _save(self, leaving: Sequence[_Out]) -> None:
         end = used = max((out.offset + out.taken.kept for out in self._out), default=0)

@@ -45,6 +45,9 @@ class Taken(Protocol):
 
 
 class Adapter(Protocol):
+    leaves_first: bool
+    """And so returns last, when the others' state can be used."""
+
     def measure(self, seen: set[int]) -> int:
         """Registered bytes now on the device; storages in ``seen`` belong to others, own ones are added."""
         ...
@@ -53,8 +56,8 @@ class Adapter(Protocol):
         """What would move now (``tags`` empty: everything). Found anew each time. None: nothing."""
         ...
 
-    def scattered(self, seen: set[int]) -> Taken | None:
-        """What should be moved together once, to lie side by side afterwards. None: nothing worth it."""
+    def survey(self, seen: set[int]) -> tuple[int, Taken | None]:
+        """``measure``, and what should move once to lie side by side afterwards. None: nothing worth it."""
         ...
 
     def device_bytes(self) -> int:

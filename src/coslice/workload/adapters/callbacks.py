@@ -18,6 +18,8 @@ OnRestore = Callable[..., Any]
 
 
 class CallbackAdapter:
+    leaves_first = True
+
     def __init__(self, on_snapshot: OnSnapshot | None, on_restore: OnRestore | None) -> None:
         self._on_snapshot, self._on_restore = on_snapshot, on_restore
         self._wants_bytes = on_restore is not None and _takes_argument(on_restore)
@@ -29,12 +31,12 @@ class CallbackAdapter:
     def device_bytes(self) -> int:
         return 0
 
-    def scattered(self, seen: set[int]) -> None:
-        return None
+    def survey(self, seen: set[int]) -> tuple[int, None]:
+        return 0, None
 
     def take(self, *, discard: bool, tags: AbstractSet[str], seen: set[int]) -> "CallbackTaken | None":
-        """Calls ``on_snapshot``. Not a region: with tags given it is left alone."""
-        if self._out or tags:
+        """Calls ``on_snapshot``. With tags it is left alone, unless it must fill again what is dropped."""
+        if self._out or (tags and not discard):
             return None
         payload = None
         if self._on_snapshot is not None:

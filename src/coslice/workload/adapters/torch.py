@@ -18,13 +18,15 @@ from coslice.workload.adapters.torch_find import OPTIMIZER, Block, Roots, check_
 from coslice.workload.adapters.torch_guard import Guard
 from coslice.workload.buffers import HostBuffer
 
-SMALL = 256 << 10
-"""Storages below this share pages with malloc's other blocks."""
+SMALL = 64 << 10
+"""Storages below this lose more than 2 % to pages that they share with malloc's other blocks."""
 WORTH_SETTLING = 0.02
 """Small storages below this share of the state may stay where they are: 95 % of it leaves all the same."""
 
 
 class TorchAdapter:
+    leaves_first = False
+
     def __init__(self, roots: Roots, *, device: str = "") -> None:
         """``device``: ``host``, ``cuda`` or empty, which is cuda if any tensor is there now."""
         self.roots = roots
@@ -57,16 +59,16 @@ class TorchAdapter:
         check_movable(blocks)
         return TorchTaken(blocks, self, discard=discard)
 
-    def scattered(self, seen: set[int]) -> "TorchTaken | None":
-        """Small storages on the CPU that some other thread allocated, between malloc's other blocks."""
+    def survey(self, seen: set[int]) -> "tuple[int, TorchTaken | None]":
+        """Scattered are small storages on the CPU that another thread allocated, between malloc's blocks."""
         blocks = find(self.roots, seen, device=self.device)
         small = [block for block in blocks if block.nbytes < SMALL and block.device == "cpu"]
         present = {place(block) for block in small}
         self.settled &= present
         rest = [block for block in small if place(block) not in self.settled]
-        if sum(block.nbytes for block in rest) < WORTH_SETTLING * sum(block.nbytes for block in blocks):
-            return None
-        return TorchTaken(rest, self, discard=False) if rest else None
+        total = sum(block.nbytes for block in blocks)
+        worth = sum(block.nbytes for block in rest) > WORTH_SETTLING * total
+        return total, TorchTaken(rest, self, discard=False) if worth else None
 
 
 def place(block: Block) -> tuple[int, int]:

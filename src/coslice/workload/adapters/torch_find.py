@@ -144,29 +144,31 @@ def find(roots: Roots, seen: set[int], *, device: str) -> list[Block]:
     ``device``: ``cuda`` leaves host tensors where they are (they are not on the accelerator); ``host`` takes
     all.
     """
+    loaded = torch()
+    ordinary = (loaded.nn.Parameter, loaded.Tensor)
     blocks: dict[int, Block] = {}
-    with torch()._C.DisableTorchFunctionSubclass():  # parked tensors are looked at too
+    met = set[int]()
+    with loaded._C.DisableTorchFunctionSubclass():  # parked tensors are looked at too
         for name, tag, tensor in named_tensors(roots):
-            for part_name, part in plain_tensors(name, tensor):
+            if id(tensor) in met:
+                continue
+            met.add(id(tensor))
+            plain = type(tensor) in ordinary and tensor.layout is loaded.strided
+            for part_name, part in ((name, tensor),) if plain else plain_tensors(name, tensor):
                 where = part.device.type
                 if where == "meta" or (device == "cuda" and where == "cpu"):
                     continue
                 storage = part.untyped_storage()
                 key = storage._cdata
                 if key in blocks:
-                    _join(blocks[key], tensor, name)
-                elif key not in seen and storage.nbytes() > 0:
-                    blocks[key] = Block(storage, storage.nbytes(), part_name, tag, where, [(tensor, name)])
+                    blocks[key].tensors.append((tensor, name))
+                elif key not in seen and (size := storage.nbytes()) > 0:
+                    blocks[key] = Block(storage, size, part_name, tag, where, [(tensor, name)])
     seen.update(blocks)
     if roots.patterns:
         for block in blocks.values():
             block.tag = _tag(block, roots.patterns)
     return list(blocks.values())
-
-
-def _join(block: Block, tensor: Any, name: str) -> None:
-    if not any(known is tensor for known, _ in block.tensors):
-        block.tensors.append((tensor, name))
 
 
 def _tag(block: Block, patterns: Mapping[str, str]) -> str:
