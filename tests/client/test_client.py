@@ -103,6 +103,23 @@ class TestReentry:
         fake.until_free("a")
         assert fake.count("acquire") == 1
 
+    def test_many_threads_in_and_out(self, fake: FakeOrchestrator, client: coslice.Client) -> None:
+        seen: list[bool] = []
+
+        @client.on_accelerators
+        def work() -> None:
+            with client.on_accelerators(group=["a", "b"]):
+                seen.append(None not in (fake.holder("a"), fake.holder("b")))
+
+        threads = [start(lambda: [work() for _ in range(20)]) for _ in range(6)]
+        for thread in threads:
+            thread.join(BOUND)
+        assert seen == [True] * 120
+        fake.until_free("a")
+        fake.until_free("b")
+        assert GATE.active == 0
+        assert fake.yields_applied == fake.groups["a"].epoch + fake.groups["b"].epoch
+
     def test_a_thread_that_gives_up_does_not_take_the_others_request_along(
         self, fake: FakeOrchestrator, client: coslice.Client
     ) -> None:

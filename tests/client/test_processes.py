@@ -78,6 +78,13 @@ class TestWithoutConfiguration:
         assert run.returncode == 0
 
 
+def test_the_health_stubs_of_others_can_be_imported_before_and_after() -> None:
+    ours = "from coslice.client import link, aio_link"
+    theirs = "from grpc_health.v1 import health_pb2_grpc"
+    for script in (f"{ours}; {theirs}", f"{theirs}; {ours}"):
+        finish(start(script))
+
+
 class TestTheEndOfAProcess:
     def test_the_end_of_the_interpreter_yields(self, fake: FakeOrchestrator) -> None:
         finish(start("import coslice; coslice.connect().acquire()", **configured(fake)))

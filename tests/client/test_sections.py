@@ -220,6 +220,19 @@ class TestGenerators:
         gc.collect()
         fake.until_free("a")
 
+    def test_one_closed_by_the_collector_in_the_middle_of_another_call(
+        self, fake: FakeOrchestrator, client: coslice.Client
+    ) -> None:
+        @client.on_accelerators
+        def rollouts() -> Iterator[int]:
+            yield 1
+
+        made = rollouts()
+        next(made)
+        with client._link()._locked():  # where a collection may strike
+            made.close()  # type: ignore[attr-defined]
+        fake.until_free("a")
+
     def test_one_handed_to_another_thread(self, fake: FakeOrchestrator, client: coslice.Client) -> None:
         @client.on_accelerators
         def rollouts() -> Iterator[int]:
