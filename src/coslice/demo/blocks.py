@@ -225,11 +225,17 @@ def _device(agent: str) -> pb.DeviceStatus:
 
 
 def _environment(machine: Machine) -> dict[str, str]:
-    """Ours without any coslice setting, and with one thread per process for numerical libraries."""
+    """Ours without any coslice setting, and the same for every process of the demo, alone or sharing."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COSLICE_")}
-    environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    # As `coslice run` does: fewer page faults where state comes back.
-    return environment | {"THP_MEM_ALLOC_ENABLE": "1", "COSLICE_ACCELERATOR_CPUS": str(machine.accelerator)}
+    return environment | {
+        "COSLICE_ACCELERATOR_CPUS": str(machine.accelerator),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        # Tensors get pages of their own and give them back when freed, so that what a job takes is what it uses.
+        "MALLOC_MMAP_THRESHOLD_": str(192 << 10),
+        "MALLOC_TRIM_THRESHOLD_": str(4 << 20),
+    }
 
 
 def start_job(children: Children, machine: Machine, plan: JobPlan, variables: dict[str, str]) -> Child:

@@ -99,7 +99,6 @@ class Job:
                     self._digest = digest(self._policy)
                     self._state_bytes = state_bytes(self._policy, self._optimizer)
         say("done", digest=self._digest, state_bytes=self._state_bytes)
-        self._handle.close()
         self._orchestrator.close()
 
     def _build(self) -> None:
@@ -107,7 +106,7 @@ class Job:
         self._policy = Policy(width=self._settings.width, layers=self._settings.layers)
         self._policy.reset(self._generator)
         self._optimizer = optimizer_of(self._policy, self._settings)
-        self._handle = coslice.workload.register(model=self._policy, optimizer=self._optimizer)
+        coslice.workload.register(model=self._policy, optimizer=self._optimizer)
         memory = AnonymousMemory(os.getpid()).exact()
         say("registered", state_bytes=state_bytes(self._policy, self._optimizer), anonymous=memory)
 
@@ -149,7 +148,8 @@ def digest(policy: Policy) -> str:
     """SHA-256 over all parameters, bit by bit, in their order."""
     sha = hashlib.sha256()
     for parameter in policy.parameters():
-        sha.update(parameter.detach().numpy().data)
+        # Of a copy: memory that numpy has seen can no longer be moved.
+        sha.update(parameter.detach().clone().numpy().data)
     return sha.hexdigest()
 
 
