@@ -21,7 +21,7 @@ from coslice.core import events as ev
 from coslice.core import group as lock
 from coslice.core.context import NodeRules, facts
 from coslice.core.group import Group, GroupRules, Held, Rejected, Swapping
-from coslice.core.group_state import active
+from coslice.core.group_state import active, occupant
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
 from coslice.core.invariants import check_group_step
 from coslice.core.policy import policy_named
@@ -388,11 +388,10 @@ class JointMachine(RuleBasedStateMachine):
     def process_begins(self, index: int, job: JobId, size: int) -> None:
         """Under the lease, or beside it as far as the agent has room; otherwise with its state parked."""
         node, client = self.node(index), self.all.clients[job]
-        holds = self.all.holder() is client
-        live = holds and size <= node.room()
-        if node.device.of(job) or (holds and not live):
+        live = node.fits(job, size) or (self.all.holder() is client and size <= node.room())
+        if node.device.of(job) or (not live and occupant(self.all.group) == job):
             return
-        parked = not (live or node.fits(job, size))
+        parked = not live
         node.begin(job, size, parked=parked, start=client.incarnation)
 
     @rule(index=pick, size=SIZES)
