@@ -3,8 +3,11 @@
 Runs anywhere:            python examples/train_a.py
 Shares an accelerator:    coslice run --job a -- python examples/train_a.py
 
-Both jobs fit in what `coslice up` takes by default, so they only take turns. To see their state move, give the
-accelerator less, and say what the job needs:  coslice up --memory 96MiB  and  coslice run --need 80MiB --job a …
+Both jobs fit in what `coslice up` takes by default, so there they only take turns. To see their state move,
+give the accelerator less, and say what the job needs:
+
+    coslice up --memory 96MiB
+    coslice run --need 80MiB --job a -- python examples/train_a.py
 
 What is coslice's: the import, `connect`, `register` and a decorator on whatever uses the accelerator.
 """

@@ -3,8 +3,11 @@
 Runs anywhere:            python examples/train_b.py
 Shares an accelerator:    coslice run --job b -- python examples/train_b.py
 
-Both jobs fit in what `coslice up` takes by default, so they only take turns. To see their state move, give the
-accelerator less, and say what the job needs:  coslice up --memory 96MiB  and  coslice run --need 80MiB --job b …
+Both jobs fit in what `coslice up` takes by default, so there they only take turns. To see their state move,
+give the accelerator less, and say what the job needs:
+
+    coslice up --memory 96MiB
+    coslice run --need 80MiB --job b -- python examples/train_b.py
 
 The same as train_a.py with `with` blocks instead of decorators, and another algorithm.
 """
