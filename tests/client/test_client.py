@@ -356,7 +356,8 @@ class TestAside:
 
     def test_a_note_never_raises(self, client: coslice.Client) -> None:
         client.note("reward", "high")  # type: ignore[arg-type]
-        coslice.Client("127.0.0.1:1", job="j").note("reward", 1.0)
+        with coslice.Client("127.0.0.1:1", job="j") as nobody:
+            nobody.note("reward", 1.0)
 
     def test_status(self, fake: FakeOrchestrator, client: coslice.Client) -> None:
         client.acquire()

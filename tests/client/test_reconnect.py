@@ -1,5 +1,6 @@
 """The orchestrator goes away and comes back: places are kept, and nothing happens twice or not at all."""
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -18,6 +19,16 @@ def test_an_orchestrator_that_is_unavailable_at_first_is_tried_again(
     assert client.yield_()
     assert fake.unavailable == 0
     assert fake.yields_applied == 1
+
+
+def test_reconnecting_does_not_draw_from_the_programs_random_numbers(
+    fake: FakeOrchestrator, client: coslice.Client
+) -> None:
+    before = random.getstate()
+    fake.unavailable = 2
+    client.acquire()
+    client.yield_()
+    assert random.getstate() == before
 
 
 def test_one_that_starts_later_is_found(fake: FakeOrchestrator, client: coslice.Client) -> None:

@@ -41,13 +41,14 @@ class Backoff:
 
     def __init__(self) -> None:
         self._next = self._FIRST_S
+        self._random = random.Random()  # of our own: a training job's sequence must not depend on outages
 
     def reset(self) -> None:
         self._next = self._FIRST_S
 
     def next(self) -> float:
         wait, self._next = self._next, min(self._next * 2, self._LAST_S)
-        return wait * random.uniform(0.5, 1.0)
+        return wait * self._random.uniform(0.5, 1.0)
 
 
 def hello_of(config: ClientConfig) -> pb.Hello:
