@@ -3,13 +3,19 @@
 Clients come and go, cancel, lose their connections and run as several processes; nodes fail, hang and vanish;
 the orchestrator is restarted at any moment. After every step the invariants hold, and in the end everybody
 who still waits is served.
+
+Each rule draws numbers that pick among the things that can happen *now*, so that no draw is wasted and the
+histories get deep.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
-from core.group_world import Client, Node, World
+from core.group_world import Client, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from coslice.core import events as ev
 from coslice.core.group import Held, Rejected, next_deadline
@@ -19,46 +25,89 @@ from coslice.core.policy import policy_named
 from coslice.core.story import why_waiting
 
 JOBS = ("a", "b", "c")
-pick = st.integers(0, 10_000)
+PROCESSES = (0, 1)
+picks = st.lists(st.integers(0, 1 << 16), min_size=1, max_size=15)
+Action = Callable[[], object]
 
 
 class GroupMachine(RuleBasedStateMachine):
-    @initialize(
-        nodes=st.integers(1, 3),
-        policy=st.sampled_from(["fifo", "fewest_swaps"]),
-        up=st.sampled_from([True, True, False]),
-    )
+    @initialize(nodes=st.integers(1, 3), policy=st.sampled_from(["fifo", "fewest_swaps"]), up=st.booleans())
     def start(self, nodes: int, policy: str, up: bool) -> None:
         self.world = World(*(f"n{i}" for i in range(nodes)), policy=policy_named(policy))
         self.starts = dict.fromkeys(JOBS, 1)
-        if up:
-            for name in self.world.nodes:
-                self.world.attach(name)
+        for name in self.world.nodes if up else ():
+            self.world.attach(name)
+
+    @rule(numbers=picks)
+    def life_goes_on(self, numbers: list[int]) -> None:
+        for number in numbers:
+            able = self.progress()
+            able[number % len(able)]()
+            self.holds()
+
+    @rule(numbers=picks)
+    def life_goes_on_with_trouble(self, numbers: list[int]) -> None:
+        for number in numbers:
+            able = self.trouble() if number % 3 == 0 else self.progress()
+            able[number // 3 % len(able)]()
+            self.holds()
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, 11.0, 61.0, 301.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.wait(seconds)
+
+    @rule()
+    def the_orchestrator_restarts(self) -> None:
+        self.world.restart()
+
+    # ── what can happen now ──
+
+    def progress(self) -> list[Action]:
+        world, able = self.world, list[Action]()
+        for job in JOBS:
+            for process in PROCESSES:
+                name = f"{job}.{self.starts[job]}.{process}"
+                client = next((c for c in world.clients.values() if c.session == name), None)
+                if client is None or (client.connected and not client.asking and not client.holding):
+                    able += [partial(self.acquire, job, process, False)]
+        for client in self.clients():
+            if client.holding:
+                able += (
+                    [partial(world.yield_, client)]
+                    if client.confirmed
+                    else [partial(self.confirm, client)] * 3
+                )
+        able += [partial(world.reconnect, c) for c in self.clients(connected=False)]
+        for node in world.nodes.values():
+            able += [partial(node.work, "none")] * 2 if node.ops else []
+            able += [partial(world.deliver, node)] * 2 if node.mail else []
+            able += [] if node.up else [partial(world.attach, node.name)] * 2
+        return able or [lambda: world.wait(1.0)]
+
+    def trouble(self) -> list[Action]:
+        world, able = self.world, list[Action]()
+        able += [partial(self.job_exits, job) for job in JOBS]
+        able += [partial(self.forget, JOBS[0]), partial(self.a_stranger_yields, world.group.epoch)]
+        able += [partial(self.a_stranger_yields, Epoch(world.group.epoch - 1)), self.nodes_change]
+        able += [partial(self.acquire, job, 0, True) for job in JOBS]
+        for client in self.clients():
+            able += [partial(world.drop, client)]
+            able += [partial(self.acquire_again, client)] if client.asking else []
+            able += [partial(world.abandon, client)] if client.asking or client.holding else []
+            able += [partial(world.yield_, client)] if client.holding else []
+            able += [partial(self.yield_again, client)] if client.last_yield else []
+        for node in world.nodes.values():
+            able += [partial(node.work, fault) for fault in ("incoming", "evictee", "stuck") if node.ops]
+            able += [partial(world.detach, node.name)] if node.up else []
+        return able
 
     def clients(self, *, connected: bool = True) -> list[Client]:
         return [c for c in self.world.clients.values() if c.connected is connected]
 
-    def a_client(self, index: int, **which: bool) -> Client | None:
-        chosen = self.clients()
-        for name, wanted in which.items():
-            chosen = [c for c in chosen if (getattr(c, name) is not None) is wanted]
-        return chosen[index % len(chosen)] if chosen else None
-
-    def a_node(self, index: int, **which: bool) -> Node | None:
-        chosen = [
-            n for n in self.world.nodes.values() if all(bool(getattr(n, k)) is v for k, v in which.items())
-        ]
-        return chosen[index % len(chosen)] if chosen else None
-
     # ── clients ──
 
-    @rule(
-        job=st.sampled_from(JOBS),
-        process=st.integers(0, 1),
-        more=st.sampled_from([False, False, False, True]),
-    )
     def acquire(self, job: str, process: int, more: bool) -> None:
-        """Job c runs as two processes that must both yield; a and b have one or two as they come."""
+        """Job c runs as two processes that must both yield; those of a and b come as they like."""
         start = self.starts[job]
         client = self.world.client(
             f"{job}.{start}.{process}", job=job, incarnation=f"{job}-{start}", world=2 if job == "c" else 0
@@ -69,101 +118,41 @@ class GroupMachine(RuleBasedStateMachine):
         if more and client.holding:
             self.world.apply(ev.AcquireCompleted(at=self.world.now, request=client.holding[0]))
 
-    @rule(index=pick)
-    def acquire_again(self, index: int) -> None:
+    def acquire_again(self, client: Client) -> None:
         """The client lost the answer and repeats the call: it keeps its place."""
-        client = self.a_client(index, asking=True)
-        if client is not None:
-            before = self.world.open_requests()
-            assert client.asking in before, "5: a connected client waits for nothing"
-            self.world.ask(client)
-            assert self.world.open_requests() == before
+        before = self.world.open_requests()
+        self.world.ask(client)
+        assert self.world.open_requests() == before
 
-    @rule(index=pick, use=st.sampled_from([True, True, False]))
-    def confirm(self, index: int, use: bool) -> None:
-        """The facts of a use are on their way to the orchestrator for as long as the node does not speak."""
-        client = self.a_client(index, holding=True)
-        if client is not None:
-            self.world.confirm(client)
-            if use:
-                self.world.use_device(client)
+    def confirm(self, client: Client) -> None:
+        """The facts of its use are on their way to the orchestrator until the node speaks."""
+        self.world.confirm(client)
+        if client.count % 4:
+            self.world.use_device(client)
 
-    @rule(index=pick)
-    def yield_(self, index: int) -> None:
-        client = self.a_client(index, holding=True)
-        if client is not None:
-            self.world.yield_(client)
-
-    @rule(index=pick)
-    def yield_again(self, index: int) -> None:
+    def yield_again(self, client: Client) -> None:
         """The reply was lost: the repeat succeeds and nothing happens."""
-        client = self.a_client(index, last_yield=True)
-        if client is not None and client.last_yield is not None and not client.holding:
-            before = self.world.group
-            event = ev.LeaseYielded(
-                at=self.world.now, job=client.job, session=client.session, epoch=client.last_yield
-            )
-            known = any(client.session in r.sessions for r in before.jobs)
-            if known:
-                self.world.apply(event)
-            else:  # its session ended meanwhile
-                with pytest.raises(Rejected):
-                    self.world.apply(event)
-            assert self.world.group == before
-
-    @rule(job=st.sampled_from(JOBS), epoch=st.integers(-1, 12))
-    def yield_of_a_stranger(self, job: str, epoch: int) -> None:
         before = self.world.group
-        event = ev.LeaseYielded(at=self.world.now, job=JobId(job), session="stranger", epoch=Epoch(epoch))
-        with pytest.raises(Rejected) as refusal:
+        if client.last_yield is None or client.holding:
+            return
+        event = ev.LeaseYielded(
+            at=self.world.now, job=client.job, session=client.session, epoch=client.last_yield
+        )
+        if any(client.session in r.sessions for r in before.jobs):
             self.world.apply(event)
-        assert refusal.value.code in ("stale_lease", "not_held")
+        else:  # its session ended meanwhile
+            with pytest.raises(Rejected):
+                self.world.apply(event)
         assert self.world.group == before
 
-    @rule(index=pick)
-    def reconnect(self, index: int) -> None:
-        chosen = self.clients(connected=False)
-        if chosen:
-            self.world.reconnect(chosen[index % len(chosen)])
-
-    # ── nodes ──
-
-    @rule(index=pick)
-    def node_works(self, index: int) -> None:
-        node = self.a_node(index, ops=True)
-        if node is not None:
-            node.work("none")
-
-    @rule(index=pick)
-    def node_speaks(self, index: int) -> None:
-        node = self.a_node(index, mail=True)
-        if node is not None:
-            self.world.deliver(node)
-
-    @rule(index=pick)
-    def node_attaches(self, index: int) -> None:
-        node = self.a_node(index, up=False)
-        if node is not None:
-            self.world.attach(node.name)
-
-    @rule(seconds=st.sampled_from([0.5, 4.0, 11.0, 61.0, 301.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.world.wait(seconds)
-
-    @rule(index=pick, kind=st.sampled_from(["abandon", "abandon", "drop", "drop", "exit", "exit", "forget"]))
-    def client_trouble(self, index: int, kind: str) -> None:
-        """A call is cancelled, a connection lost, a job ends or is forgotten by an operator."""
-        job = JOBS[index % len(JOBS)]
-        if kind == "exit":
-            self.job_exits(job)
-        elif kind == "forget":
-            self.world.apply(ev.JobForgotten(at=self.world.now, job=JobId(job)))
-            assert all(w.job != job for w in self.world.group.waiters)
-        elif kind == "drop":
-            if client := self.a_client(index):
-                self.world.drop(client)
-        elif client := self.a_client(index, asking=True) or self.a_client(index, holding=True):
-            self.world.abandon(client)
+    def a_stranger_yields(self, epoch: Epoch) -> None:
+        before = self.world.group
+        for job in JOBS:
+            event = ev.LeaseYielded(at=self.world.now, job=JobId(job), session="stranger", epoch=epoch)
+            with pytest.raises(Rejected) as refusal:
+                self.world.apply(event)
+            assert refusal.value.code in ("stale_lease", "not_held")
+        assert self.world.group == before
 
     def job_exits(self, job: str) -> None:
         """All its processes end; the next start is a new incarnation."""
@@ -176,30 +165,19 @@ class GroupMachine(RuleBasedStateMachine):
                 node.stuck = None if node.stuck == job else node.stuck
                 node.push()
 
-    @rule(index=pick, kind=st.sampled_from(["incoming", "evictee", "stuck", "detach", "detach", "change"]))
-    def node_trouble(self, index: int, kind: str) -> None:
-        if kind == "detach":
-            if node := self.a_node(index, up=True):
-                self.world.detach(node.name)
-        elif kind == "change":
-            self.nodes_change(index)
-        elif node := self.a_node(index, ops=True):
-            node.work(kind)
+    def forget(self, job: str) -> None:
+        self.world.apply(ev.JobForgotten(at=self.world.now, job=JobId(job)))
+        assert all(w.job != job for w in self.world.group.waiters)
 
-    def nodes_change(self, index: int) -> None:
-        names = sorted(self.world.nodes)
-        fewer = (
-            tuple(n for i, n in enumerate(names) if i != index % len(names)) if index % 3 else tuple(names)
-        )
-        self.world.apply(ev.NodesChanged(at=self.world.now, nodes=fewer))
-        for name in names:
-            if name not in fewer:
-                self.world.nodes[name].up, self.world.nodes[name].mail = False, []
+    def nodes_change(self) -> None:
+        """The last node is taken out of the group; it may attach again."""
+        nodes = self.world.group.nodes[:-1]
+        self.world.apply(ev.NodesChanged(at=self.world.now, nodes=nodes))
+        for name, node in self.world.nodes.items():
+            if name not in nodes:
+                node.up, node.mail = False, []
 
-    @precondition(lambda self: self.world.group.epoch > 0)
-    @rule()
-    def orchestrator_restarts(self) -> None:
-        self.world.restart()
+    # ── what must be true ──
 
     @invariant()
     def holds(self) -> None:
@@ -239,5 +217,5 @@ class GroupMachine(RuleBasedStateMachine):
 
 TestGroup = GroupMachine.TestCase
 TestGroup.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=200, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
