@@ -502,7 +502,7 @@ class WaitingJointMachine(JointMachine):
     node_rules = NodeRules(retries=1, on_stuck="wait", room_wait=1.0)
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=120, stateful_step_count=50, deadline=None, derandomize=True)
 TestJoint = JointMachine.TestCase
 TestJoint.settings = SETTINGS
 TestWaitingJoint = WaitingJointMachine.TestCase

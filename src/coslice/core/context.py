@@ -2,8 +2,8 @@
 
 Called by the agent's driver (and by simulator and tests) with one event at a time. This module dispatches and
 hears commands, time, measurements and the backend's answers; ``core.node_members`` hears processes come and
-go, ``core.node_swap`` takes the operation on, ``core.holdings`` has the structs. None of them knows who holds
-the lock, who waits, or how bytes are moved.
+go, ``core.node_swap`` takes the operation on with ``node_leaving`` and ``node_returning``, and
+``core.holdings`` has the structs. None of them knows who holds the lock, who waits, or how bytes are moved.
 
     holdings = restarted(loaded, now=clock.now())
     perform(resume(holdings))
@@ -37,6 +37,7 @@ from coslice.core.holdings import (
     mib,
 )
 from coslice.core.ids import MemberId
+from coslice.core.node_leaving import leaving_overdue, snapshot_failed
 from coslice.core.node_members import (
     forget_old_losses,
     on_forgotten,
@@ -46,16 +47,9 @@ from coslice.core.node_members import (
     on_resized,
     settled,
 )
-from coslice.core.node_swap import (
-    NodeTurn,
-    advance,
-    asked,
-    count_eviction,
-    leaving_overdue,
-    restore_failed,
-    returning_overdue,
-    snapshot_failed,
-)
+from coslice.core.node_returning import restore_failed, returning_overdue
+from coslice.core.node_swap import advance
+from coslice.core.node_turn import NodeTurn, asked, count_eviction
 from coslice.core.outcome import Rejected, Step
 
 __all__ = [

@@ -11,7 +11,8 @@ from coslice.core import events as ev
 from coslice.core.effects import ReasonCode
 from coslice.core.holdings import Context, Effort, Leaving, Live, Lost, Member, Returning, Saved, find, mib
 from coslice.core.ids import JobId
-from coslice.core.node_swap import NodeTurn, asked, count_eviction, lose, take_back
+from coslice.core.node_returning import take_back
+from coslice.core.node_turn import NodeTurn, asked, count_eviction, lose
 from coslice.core.outcome import Rejected
 
 LOST_KEPT = 32

@@ -1,0 +1,69 @@
+"""One job on its way back onto a node. ``core.node_swap`` begins it once there is room, ``core.context`` goes on.
+
+A restore that failed may have brought in a part, so the job then counts as on the device, and room is judged
+again before the next attempt.
+"""
+
+from msgspec.structs import replace
+
+from coslice.core import effects as fx
+from coslice.core.effects import ReasonCode
+from coslice.core.holdings import Context, Effort, Live, Operation, Returning, mib
+from coslice.core.node_turn import NodeTurn, fail, lose, pid_of
+
+
+def try_restore(turn: NodeTurn, op: Operation, context: Context) -> None:
+    attempt = op.restores + 1
+    turn.amend(restores=attempt, room_by=None)
+    place = Returning(
+        of=tuple(m.id for m in context.members),
+        attempt=attempt,
+        effort=Effort.TRYING,
+        until=turn.at + turn.holdings.rules.restore_timeout,
+    )
+    turn.move(context, place)
+    turn.say(ReasonCode.RESTORE, f"moving {context.job} in ({mib(context.bytes)})")
+    if context.ready:
+        turn.effects.append(fx.RunRestore(op=op.op, job=context.job, attempt=attempt))
+
+
+def take_back(turn: NodeTurn, context: Context) -> None:
+    """Decide once more about a restore that nobody has been asked for since the last restart."""
+    op = turn.holdings.running
+    assert op is not None
+    turn.amend(restores=op.restores - 1)
+    turn.move(context, Live(whole=False, reason="it is not known to be back"))
+
+
+def restore_failed(
+    turn: NodeTurn, context: Context, place: Returning, reason: str, *, lost: bool = False
+) -> None:
+    op, rules = turn.holdings.running, turn.holdings.rules
+    assert op is not None
+    if lost:
+        text = f"the state of {context.job} is lost: {reason}"
+        lose(turn, context, reason)
+        return fail(turn, op, ReasonCode.LOST, text, culprit=context.job)
+    if place.attempt <= rules.retries:
+        turn.say(
+            ReasonCode.RETRY,
+            f"{context.job} did not come back ({reason}); attempt {place.attempt + 1} follows",
+        )
+        pause = (place.attempt - 1) * rules.retry_pause
+        turn.move(context, replace(place, effort=Effort.PAUSING, until=turn.at + pause, reason=reason))
+        return (
+            returning_overdue(turn, context, place=replace(place, effort=Effort.PAUSING))
+            if pause <= 0
+            else None
+        )
+    turn.move(context, Live(whole=False, reason=f"may be half restored: {reason}"))
+    text = f"{context.job} did not come back after {place.attempt} attempts: {reason}"
+    return fail(turn, op, ReasonCode.JOB_FAULTED, text, culprit=context.job, pid=pid_of(context))
+
+
+def returning_overdue(turn: NodeTurn, context: Context, place: Returning) -> None:
+    if place.effort is Effort.TRYING:
+        timeout = turn.holdings.rules.restore_timeout
+        return restore_failed(turn, context, place, f"no answer within {timeout:g} s")
+    # Room is judged again before the next attempt: a part may have come in.
+    return turn.move(context, Live(whole=False, reason=place.reason))

@@ -1,0 +1,107 @@
+"""One step of a node's holdings in the making, and the few edits that several parts of it share.
+
+Used only inside ``core``, within a single call of ``context.step``; from outside, that is a pure function.
+"""
+
+from msgspec.structs import replace
+
+from coslice.core import effects as fx
+from coslice.core.effects import ReasonCode
+from coslice.core.holdings import (
+    Context,
+    Effort,
+    Holdings,
+    Leaving,
+    Lost,
+    Operation,
+    Place,
+    Returning,
+    in_transit,
+)
+from coslice.core.ids import JobId
+
+
+class NodeTurn:
+    """One step in the making. Lives within a single call of ``context.step``, which is pure from outside."""
+
+    def __init__(self, holdings: Holdings, at: float) -> None:
+        self.holdings, self.at = holdings, at
+        self.effects: list[fx.NodeEffect] = []
+        self.reasons: list[fx.Reason] = []
+
+    def set(self, **changes: object) -> None:
+        self.holdings = replace(self.holdings, **changes)
+
+    def say(self, code: ReasonCode, text: str) -> None:
+        self.reasons.append(fx.Reason(code, text))
+
+    def put(self, context: Context) -> None:
+        """Store a context in its place, or at the end if the job is new."""
+        held = self.holdings.contexts
+        if any(c.job == context.job for c in held):
+            self.set(contexts=tuple(context if c.job == context.job else c for c in held))
+        else:
+            self.set(contexts=(*held, context))
+
+    def move(self, context: Context, place: Place, **changes: object) -> None:
+        self.put(replace(context, place=place, **changes))
+
+    def remove(self, job: JobId) -> None:
+        self.set(contexts=tuple(c for c in self.holdings.contexts if c.job != job))
+
+    def amend(self, **changes: object) -> Operation:
+        """Change the running operation."""
+        assert self.holdings.running is not None
+        changed = replace(self.holdings.running, **changes)
+        self.set(running=changed)
+        return changed
+
+
+def asked(holdings: Holdings) -> tuple[fx.NodeEffect, ...]:
+    """What the backend is (or should be) doing, if all processes it takes are there."""
+    moving, op = in_transit(holdings), holdings.running
+    if moving is None or op is None or not moving.ready:
+        return ()
+    match moving.place:
+        case Leaving(effort=Effort.TRYING, attempt=attempt):
+            return (fx.RunSnapshot(op=op.op, job=moving.job, attempt=attempt),)
+        case Returning(effort=Effort.TRYING, attempt=attempt):
+            return (fx.RunRestore(op=op.op, job=moving.job, attempt=attempt),)
+        case _:
+            return ()
+
+
+def lose(turn: NodeTurn, context: Context, reason: str, *, members: bool = True) -> None:
+    """Nothing of the job can be restored any more. Its processes may still be there, and on the device."""
+    turn.say(ReasonCode.LOST, f"the state of {context.job} is lost: {reason}")
+    kept = context.members if members else ()
+    use = max(context.use, context.bytes) if isinstance(context.place, Returning) else context.use
+    turn.move(context, Lost(reason), members=kept, use=use if kept else 0)
+    turn.effects.append(fx.FreeBuffers(job=context.job))
+
+
+def fail(
+    turn: NodeTurn,
+    op: Operation,
+    code: ReasonCode,
+    text: str,
+    *,
+    culprit: JobId,
+    stuck: bool = False,
+    pid: int = 0,
+) -> None:
+    turn.say(code, text)
+    report = fx.ReportFailed(op=op.op, epoch=op.epoch, culprit=culprit, stuck=stuck, pid=pid, reason=text)
+    turn.set(running=None, finished=report)
+    turn.effects.append(report)
+
+
+def count_eviction(turn: NodeTurn, job: JobId, moved: int) -> None:
+    """``job`` has left the device, by ``moved`` bytes into host memory or for good."""
+    if (op := turn.holdings.running) is not None:
+        evicted = op.evicted if job in op.evicted else (*op.evicted, job)
+        turn.amend(evicted=evicted, bytes_out=op.bytes_out + moved)
+
+
+def pid_of(context: Context) -> int:
+    return context.members[0].pid if context.members else 0
