@@ -159,3 +159,15 @@ async def test_explain_names_a_circle_of_two_jobs_processes(world: World) -> Non
     await sampler_a.granted(wants_a)
     await trainer_b.granted(wants_b)
     assert not any("circle" in line for line in await trainer_a.explain("trainers", "job-b"))
+
+
+async def test_a_repeated_request_is_no_breach_of_the_order(world: World) -> None:
+    """Both groups were asked for in order; after a reconnect the first request is sent again."""
+    await world.start(groups=TWO)
+    await world.agent(groups=NAMES)
+    a = await world.client("job-a")
+    first = await a.ask("trainers", request="r1")
+    await a.granted(first)
+    await a.granted(await a.ask("samplers", request="r2"))
+    again = await a.granted(await a.ask("trainers", request="r1"))
+    assert [lease.group for lease in again.leases] == ["trainers"]

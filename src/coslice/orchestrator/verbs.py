@@ -81,7 +81,12 @@ class Verbs:
         return tuple(sorted(found.values(), key=lambda lock: lock.order))
 
     def _out_of_order(self, session: Session, request: RequestId, locks: Sequence[GroupLock]) -> bool:
-        """Refuse what could deadlock: a group before one that this session holds already."""
+        """Refuse what could deadlock: a group before one that this session holds already.
+
+        Not a repeated request: it may hold its group, and groups after it may have been granted since.
+        """
+        if request in session.asked or any(views.holds(lock.state, request) for lock in locks):
+            return False
         wanted = {lock.id for lock in locks}
         for held in session.locks.values():
             if held.id in wanted or views.lease_of(held.state, session.who.session) is None:

@@ -15,7 +15,7 @@ from coslice.core.group_state import (
     is_lost,
     occupant,
 )
-from coslice.core.ids import Epoch, JobId, SessionId
+from coslice.core.ids import Epoch, JobId, RequestId, SessionId
 from coslice.core.policy import Waiter
 from coslice.orchestrator import convert
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -27,6 +27,12 @@ def lease_of(group: Group, session: SessionId) -> Epoch | None:
     if isinstance(held, Held) and any(holder.session == session for holder in active(held)):
         return held.epoch
     return None
+
+
+def holds(group: Group, request: RequestId) -> bool:
+    """Was the lease granted to this request, and is it still its own?"""
+    held = group.occupancy
+    return isinstance(held, Held) and any(holder.request == request for holder in active(held))
 
 
 def knows(group: Group, session: SessionId) -> bool:
