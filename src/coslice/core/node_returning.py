@@ -1,4 +1,4 @@
-"""One job on its way back onto a node. ``core.node_swap`` begins it once there is room, ``core.context`` goes on.
+"""One job on its way back onto a node: begun by ``core.node_swap``, continued by ``core.context``.
 
 A restore that failed may have brought in a part, so the job then counts as on the device, and room is judged
 again before the next attempt.
