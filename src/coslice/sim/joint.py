@@ -1,0 +1,332 @@
+"""One world: the orchestrator's locks, the agents' holdings and everybody's processes, joined over streams.
+
+Locks and holdings are the real machines; nothing here decides for them. Each method is one thing that can
+happen; after it the invariants that need the whole are checked, and a broken one raises ``Violation``. The
+world is deterministic: whoever drives it (``chaos``, ``explore``) makes every choice.
+"""
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from coslice.core import effects as fx
+from coslice.core.context import NodeRules
+from coslice.core.group import Group, GroupRules, Held, new_group
+from coslice.core.ids import GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
+from coslice.core.policy import policy_named
+from coslice.sim import wire
+from coslice.sim.client import Client
+from coslice.sim.device import Violation
+from coslice.sim.node import Node, Served
+from coslice.sim.shell import Shell, lease_of
+from coslice.sim.story import Story
+from coslice.sim.wire import Stream
+
+
+class Setup(Struct, frozen=True, kw_only=True):
+    groups: tuple[GroupId, ...]
+    nodes: tuple[NodeId, ...]
+    jobs: tuple[JobId, ...]
+    rules: GroupRules
+    node_rules: NodeRules
+    policy: str = "fifo"
+    capacity: int
+    instant: bool = False
+    """What a client says is heard as it is said; only the way back takes time."""
+
+
+class World:
+    __slots__ = ("clients", "fuse", "gone", "nodes", "now", "setup", "shell", "starts", "story")
+
+    def __init__(self, setup: Setup, story: Story) -> None:
+        self.setup, self.story, self.now = setup, story, 0.0
+        locks = {g: new_group(g, nodes=setup.nodes, rules=setup.rules) for g in setup.groups}
+        policies = {g: policy_named(setup.policy) for g in setup.groups}
+        self.shell = Shell(locks, policies, story, self.judge)
+        self.nodes = {
+            n: Node(n, {g: Served(g, n, setup.node_rules, setup.capacity, story) for g in setup.groups})
+            for n in setup.nodes
+        }
+        self.clients: dict[SessionId, Client] = {}
+        self.starts = dict.fromkeys(setup.jobs, 0)
+        """How often each job was started."""
+        self.gone: set[RequestId] = set()
+        """Requests that the orchestrator heard to be given up: never to be granted again."""
+        self.fuse = -1
+        """The orchestrator dies when it has carried out so many effects more; -1: not soon."""
+
+    def copy(self) -> "World":
+        new = World.__new__(World)
+        new.setup, new.story, new.now, new.fuse = self.setup, self.story, self.now, self.fuse
+        new.shell = self.shell.copy()
+        new.shell.judge = new.judge
+        new.nodes = {name: node.copy() for name, node in self.nodes.items()}
+        new.clients = {session: client.copy() for session, client in self.clients.items()}
+        new.starts, new.gone = self.starts.copy(), self.gone.copy()
+        return new
+
+    # ── jobs ──
+
+    def incarnation(self, job: JobId) -> Incarnation:
+        return Incarnation(f"{job}-{self.starts[job]}")
+
+    def start(self, job: JobId, *, processes: int = 1) -> None:
+        """The job is started (again): new client processes, which have dialled nobody yet."""
+        self.starts[job] += 1
+        for i in range(processes):
+            session = SessionId(f"{job}.{self.starts[job]}.{i}")
+            home = self.setup.nodes[i % len(self.setup.nodes)]
+            self.clients[session] = Client(job, self.incarnation(job), session, home, Stream())
+
+    def of_job(self, job: JobId) -> list[Client]:
+        return [c for c in self.clients.values() if c.job == job]
+
+    def inside(self, group: GroupId, job: JobId) -> bool:
+        """Does code of the job run on this group's accelerators?"""
+        return any(c.job == job and group in c.using for c in self.clients.values())
+
+    def is_current(self, client: Client, group: GroupId) -> bool:
+        """Is the client's lease the one that counts?"""
+        epoch = client.holds[group][1] if group in client.holds else None
+        return epoch is not None and lease_of(self.shell.locks[group], client.session) == epoch
+
+    # ── clients ──
+
+    def client_says(self, client: Client, messages: list[wire.ClientMessage]) -> None:
+        for message in messages:
+            client.stream.send(message)
+        if self.setup.instant:
+            while client.stream.live and client.stream.back:
+                self.hear_client(client)
+
+    def dial(self, client: Client) -> None:
+        self.client_says(client, client.dial())
+
+    def hear_client(self, client: Client) -> None:
+        """The oldest message of a client arrives."""
+        message = client.stream.back.pop(0)
+        if isinstance(message, wire.Hello):
+            client.stream.greeted = True
+            if not self.shell.greet(client.session, client.job, client.incarnation):
+                client.stream.down.append(wire.Rejected())
+                client.stream.back.clear()
+        elif client.stream.greeted and not isinstance(message, wire.Said):
+            if isinstance(message, wire.Abandon):
+                self.gone.add(message.request)
+            self.shell.hear(client.session, message)
+        self.flush()
+
+    def tell_client(self, client: Client) -> None:
+        """The oldest answer arrives. A grant is computed upon at once."""
+        message = client.stream.down.pop(0)
+        assert not isinstance(message, wire.Told)
+        self.client_says(client, client.receive(message))
+        if isinstance(message, wire.Granted) and client.using:
+            self._enter(client)
+        self.check()
+
+    def _enter(self, client: Client) -> None:
+        """The gate of the process: state that is moved out stops the section, with an error."""
+        for group in client.using:
+            parked = [
+                n.name for n, s in self._served(group) if any(p.parked for p in s.device.of(client.job))
+            ]
+            if parked and self.is_current(client, group):
+                raise Violation(f"2: {client.job} was granted {group} while parked on {parked}")
+            if parked:
+                self.client_says(client, client.leave())
+                return
+        self.compute(client)
+
+    def compute(self, client: Client) -> None:
+        for group in client.using:
+            for node, served in self._served(group):
+                served.device.compute(client.job, node.name)
+
+    def leave(self, client: Client) -> None:
+        self.client_says(client, client.leave())
+
+    def die(self, client: Client) -> None:
+        """The process is gone. The orchestrator learns of it from the stream, or the silence."""
+        client.stream.cut()
+        del self.clients[client.session]
+
+    def goodbye(self, client: Client) -> None:
+        self.client_says(client, [*client.leave(), wire.Goodbye()])
+        if self.setup.instant:
+            self.die(client)
+
+    def unnoticed(self) -> list[SessionId]:
+        """Sessions that the orchestrator counts as connected although their stream is gone."""
+        found = []
+        for session, person in self.shell.people.items():
+            if person.connected:
+                client = self.clients.get(session)
+                if client is None or not client.stream.greeted:
+                    found.append(session)
+        return found
+
+    def notice_client(self, session: SessionId) -> None:
+        self.shell.lost(session, self.setup.rules.session_grace)
+        self.flush()
+
+    # ── agents ──
+
+    def attach(self, node: Node) -> None:
+        node.dial()
+        if self.setup.instant:
+            self.hear_node(node)
+
+    def hear_node(self, node: Node, index: int = 0, *, keep: bool = False) -> None:
+        """A message of an agent arrives; ``keep``: and will arrive once more."""
+        stream = node.stream
+        message = stream.back[index] if keep else stream.back.pop(index)
+        if isinstance(message, wire.Hello):
+            stream.greeted = True
+            self.shell.attach(node.name, message)
+        elif isinstance(message, wire.Said):
+            self.shell.report(message)
+        self.flush()
+
+    def tell_node(self, node: Node, index: int = 0, *, keep: bool = False) -> None:
+        down = node.stream.down
+        message = down[index] if keep else down.pop(index)
+        assert isinstance(message, wire.Told)
+        node.take(message)
+        self.after_node(node, message.group)
+
+    def unnoticed_nodes(self) -> list[NodeId]:
+        return [n for n in self.shell.attached if not self.nodes[n].stream.greeted]
+
+    def notice_node(self, name: NodeId) -> None:
+        self.shell.detach(name)
+        self.flush()
+
+    def after_node(self, node: Node, group: GroupId) -> None:
+        """Something happened to one of its groups: what it says goes out, and what is true is checked."""
+        node.publish()
+        node.served[group].check()
+        self.check()
+
+    def finish_kill(self, node: Node, group: GroupId) -> None:
+        """Processes die by the agent's hand, and with them the clients that they are."""
+        served = node.served[group]
+        job = served.kills.pop(0)
+        if served.killed(job, "killed by the agent"):
+            for client in self.of_job(job):
+                if client.home == node.name:
+                    self.die(client)
+        self.after_node(node, group)
+
+    # ── deaths, and time ──
+
+    def crash_orchestrator(self) -> None:
+        self.fuse = -1
+        for client in self.clients.values():
+            client.stream.cut()
+        for node in self.nodes.values():
+            node.stream.cut()
+        self.shell.restart(self.now)
+        self.shell.out.clear()
+        self.check()
+
+    def advance(self, seconds: float) -> None:
+        """Time passes; whatever is due by then happens first, in its order."""
+        until = self.now + seconds
+        while (due := self.next_due()) <= until:
+            self.set_time(max(self.now, due))
+            self.pass_time()
+        self.set_time(until)
+
+    def next_due(self) -> float:
+        due = self.shell.next_due()
+        first = float("inf") if due is None else due + self.shell.born
+        for node in self.nodes.values():
+            if node.alive and not node.hung:
+                for served in node.served.values():
+                    if served.due is not None:
+                        first = min(first, served.due + node.born)
+        return first
+
+    def set_time(self, now: float) -> None:
+        self.now = now
+        self.shell.at = now - self.shell.born
+        for node in self.nodes.values():
+            at = now - node.born
+            for served in node.served.values():
+                served.at = at
+
+    def pass_time(self) -> None:
+        self.shell.pass_time()
+        self.flush()
+        for node in self.nodes.values():
+            if node.alive and not node.hung:
+                for group, served in node.served.items():
+                    if served.due is not None and served.due <= served.at:
+                        served.wake()
+                        self.after_node(node, group)
+
+    # ── what is said, and what must be true ──
+
+    def flush(self) -> None:
+        """Carry out what the orchestrator decided, unless it dies over it."""
+        out, self.shell.out = self.shell.out, []
+        for peer, message in out:
+            if self.fuse == 0:
+                self.crash_orchestrator()
+                return
+            if self.fuse > 0:
+                self.fuse -= 1
+            if (node := self.nodes.get(NodeId(peer))) is not None:
+                node.stream.answer(message)
+            elif (client := self.clients.get(SessionId(peer))) is not None:
+                client.stream.answer(message)
+        self.check()
+
+    def judge(self, group: GroupId, state: Group, grant: fx.Grant) -> None:
+        """At the moment of every grant: the job's state is loaded, and has room, wherever it is."""
+        if grant.request in self.gone:
+            raise Violation(f"5: {grant.request} is granted after its caller left")
+        for name in state.nodes:
+            if name not in self.nodes:
+                continue
+            device = self.nodes[name].served[group].device
+            mine = device.of(grant.job)
+            if any(p.parked for p in mine):
+                raise Violation(f"2: {grant.job} is granted {group}, but parked on {name}")
+            if mine and device.total(but=grant.job) + device.need(grant.job) > device.capacity:
+                raise Violation(f"3: {grant.job} is granted {group}, and may outgrow {name}")
+
+    def check(self) -> None:
+        """What only the whole can show, of the present moment."""
+        for group, state in self.shell.locks.items():
+            held = state.occupancy
+            if isinstance(held, Held):
+                for name in state.nodes:
+                    node = self.nodes.get(name)
+                    if node is not None and node.served[group].device.has_parked(held.job):
+                        raise Violation(f"2: {held.job} holds {group} while parked on {name}")
+        for client in self.clients.values():
+            for group in client.using:
+                if group in client.holds and not self.is_current(client, group):
+                    self._check_fenced(client, group)
+
+    def _check_fenced(self, client: Client, group: GroupId) -> None:
+        """It computes under a lease that is over: it must be out of reach, or about to be told."""
+        stream, epoch = client.stream, client.holds[group][1]
+        if not (stream.live and stream.greeted):
+            return
+        for message in stream.down:
+            if isinstance(message, wire.LeaseLost) and (message.group, message.epoch) == (group, epoch):
+                return
+            if isinstance(message, wire.Welcome) and (group, epoch) not in message.held:
+                return
+            if isinstance(message, wire.Rejected):
+                return
+        raise Violation(f"1: {client.session} computes on {group} under {epoch}, which is over, untold")
+
+    def _served(self, group: GroupId) -> Iterator[tuple[Node, Served]]:
+        """The nodes that belong to the group now."""
+        for name in self.shell.locks[group].nodes:
+            if (node := self.nodes.get(name)) is not None:
+                yield node, node.served[group]
