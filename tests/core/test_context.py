@@ -174,8 +174,8 @@ def test_a_full_swap_reports_what_moved() -> None:
 
 def test_nothing_moves_when_both_fit_and_the_figures_say_why() -> None:
     node = Node(device=512)
-    node.register(A, 60)
-    node.register(B, 40)
+    node.register(A, 60, need=60)
+    node.register(B, 40, need=40)
     report = done(node.command(B))
     assert "both fit: 60 MiB + 40 MiB of 512 MiB" in report.reason
     assert node.state(A) is node.state(B) is ContextState.LIVE
@@ -183,8 +183,8 @@ def test_nothing_moves_when_both_fit_and_the_figures_say_why() -> None:
 
 def test_a_job_that_comes_back_beside_another_moves_only_itself() -> None:
     node = Node(device=512)
-    node.register(A, 60)
-    node.register(B, 40, parked=True)
+    node.register(A, 60, need=60)
+    node.register(B, 40, parked=True, need=40)
     assert node.command(B) == [restore(node, B)]
     report = done(node.restore_done(B, 40))
     assert (report.bytes_in, report.bytes_out) == (40 * MIB, 0)
@@ -193,9 +193,9 @@ def test_a_job_that_comes_back_beside_another_moves_only_itself() -> None:
 
 def test_the_least_recently_used_leaves_first_and_only_as_many_as_needed() -> None:
     node = Node()
-    node.register(C, 50, parked=True)
-    node.register(A, 30)
-    node.register(B, 30)
+    node.register(C, 50, parked=True, need=50)
+    node.register(A, 30, need=30)
+    node.register(B, 30, need=30)
     node.command(B)
     node.command(A)
     assert node.command(C) == [snapshot(node, B)]
@@ -213,9 +213,28 @@ def test_an_unknown_need_evicts_everything() -> None:
     assert done(node.snapshot_done(B, 10))
 
 
-def test_a_declared_need_of_a_job_without_processes_evicts_only_what_is_in_its_way() -> None:
+def test_what_a_job_registered_is_not_what_it_will_use_until_it_had_a_turn() -> None:
+    """Two jobs that register 10 and grow to 60 must not be left side by side on a device of 100."""
+    node = Node(device=100)
+    node.register(A, 10)
+    node.register(B, 10)
+    assert node.command(B) == [snapshot(node, A)]
+    node.snapshot_done(A, 10)
+    node.measure(B, 60)
+    assert node.command(A) == [snapshot(node, B)], "A had no turn that we know of: its need is unknown"
+
+
+def test_a_state_that_cannot_fit_is_not_restored_for_want_of_a_declared_need() -> None:
     node = Node(device=100)
     node.register(A, 60)
+    node.register(B, 95, parked=True)
+    node.command(B)
+    assert node.snapshot_done(A, 60, residual=20) == [], "95 beside 20 that A leaves, of 100"
+
+
+def test_a_declared_need_of_a_job_without_processes_evicts_only_what_is_in_its_way() -> None:
+    node = Node(device=100)
+    node.register(A, 60, need=60)
     assert "nothing of c" in done(node.command(C, need=40)).reason
     assert node.command(C, need=41) == [snapshot(node, A)]
 

@@ -183,10 +183,14 @@ def reserve(holdings: Holdings, context: Context) -> int:
     """Device memory to keep for a job while it is live; 0: unknown.
 
     Not what it uses at the moment: a live job can be granted without asking the agent, and then it grows to
-    its peak again. A measured peak above the budget counts as the budget, because there it ran.
+    its peak again. A measured peak above the budget counts as the budget, because there it ran. What a job
+    registered says little of what it will use: until it had a turn, only its own declaration counts.
     """
+    declared = max(context.need, max((m.need for m in context.members), default=0))
+    if not declared and context.job not in holdings.recent:
+        return 0
     peak = min(context.peak, holdings.device_budget) if holdings.device_budget else context.peak
-    return max(peak, context.need, context.bytes, max((m.need for m in context.members), default=0))
+    return max(peak, declared, context.bytes)
 
 
 def need_of(holdings: Holdings, job: JobId, declared: int) -> int:

@@ -53,16 +53,17 @@ def _next_move(turn: NodeTurn, op: Operation) -> bool:
     if context is not None and op.need > context.need:
         turn.put(replace(context, need=op.need))
         return True
-    if held.device_budget and need > held.device_budget:
-        return _no_room(turn, op, need, beside=0)
+    least = need if context is None else max(need, context.bytes)  # also of an unknown need
+    if held.device_budget and least > held.device_budget:
+        return _no_room(turn, op, least, beside=0)
     if (evictee := _to_evict(held, op, need)) is not None:
         _evict(turn, op, evictee, need)
         return True
     if context is None or not _must_return(context):
         _done(turn, op, context, need)
         return True
-    if not fits_beside(held, op.job, need, others(held, op.job)):
-        return _await_room(turn, op, need)
+    if not fits_beside(held, op.job, need or least, others(held, op.job)):
+        return _await_room(turn, op, need or least)
     try_restore(turn, op, context)
     return True
 
