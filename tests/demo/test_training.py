@@ -12,7 +12,7 @@ from coslice.demo.job import digest, optimizer_of, state_bytes  # noqa: E402
 from coslice.demo.model import Policy  # noqa: E402
 from coslice.demo.task import score  # noqa: E402
 
-SMALL = Settings(questions=8, answers=8, width=64, layers=1, learning_rate=3e-3)
+SMALL = Settings(questions=8, answers=8, width=96, layers=1, learning_rate=3e-3)
 
 
 def _train(*, steps: int, move: bool, seed: int = 3) -> tuple[list[float], str]:
@@ -60,7 +60,7 @@ def test_another_seed_gives_other_bits() -> None:
 
 def test_the_cache_of_keys_and_values_changes_no_choice() -> None:
     generator = torch.Generator().manual_seed(0)
-    policy = Policy(width=64, layers=2)
+    policy = Policy(width=96, layers=2)
     policy.reset(generator)
     batch = sample(policy, SMALL, generator)
     logits, _ = policy(batch.sequences[:, :-1])
@@ -77,7 +77,7 @@ def test_advantages_compare_within_a_group_only() -> None:
 
 
 def test_state_is_weights_gradients_and_both_moments() -> None:
-    policy = Policy(width=64, layers=1)
+    policy = Policy(width=96, layers=1)
     optimizer = optimizer_of(policy, SMALL)
     weights = sum(parameter.nbytes for parameter in policy.parameters())
     assert state_bytes(policy, optimizer) == weights

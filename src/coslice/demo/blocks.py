@@ -45,7 +45,6 @@ class JobPlan:
     name: str
     task: str
     seed: int
-    learning_rate: float
     questions: int
     steps: int
     verifier_port: int = 0
@@ -54,7 +53,6 @@ class JobPlan:
         options = {
             "--task": self.task,
             "--seed": self.seed,
-            "--learning-rate": self.learning_rate,
             "--questions": self.questions,
             "--steps": self.steps,
             "--verifier-port": self.verifier_port,
@@ -232,7 +230,7 @@ def _environment(machine: Machine) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
-        # Tensors get pages of their own and give them back when freed, so that what a job takes is what it uses.
+        # Tensors get pages of their own and give them back when freed: what a job takes is what it uses.
         "MALLOC_MMAP_THRESHOLD_": str(192 << 10),
         "MALLOC_TRIM_THRESHOLD_": str(4 << 20),
     }
@@ -271,7 +269,7 @@ def _run(
                 going.discard(line.child)
                 listener.ended(line.child)
                 if not runs[line.child].digest:
-                    raise jobs[line.child].failure()
+                    raise jobs[line.child].failure(services)
         elif line.facts is None and (dead := [child for child in services if child.name == line.child]):
             raise dead[0].failure()
         if not going:

@@ -26,7 +26,7 @@ class Settings:
     """Sequences computed on at once: bounds what activations take beside the state."""
     learning_rate: float = 5e-4
     clip: float = 0.2
-    width: int = 256
+    width: int = 288
     layers: int = 2
 
     @property

@@ -164,7 +164,7 @@ def state_bytes(policy: Policy, optimizer: torch.optim.Optimizer) -> int:
 
 def warm_up() -> None:
     """Train something tiny: what the framework keeps for itself is there before the job's state is."""
-    settings = Settings(questions=2, width=64, layers=1)
+    settings = Settings(questions=2, width=96, layers=1)
     generator = torch.Generator().manual_seed(0)
     policy = Policy(width=settings.width, layers=settings.layers)
     policy.reset(generator)
@@ -187,7 +187,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--questions", type=int, default=16, help="questions per step, 16 answers to each")
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--verifier-port", type=int, default=0, help="0: score the answers here, at once")
     options = parser.parse_args()
     # Everything stays off the accelerator's cores but sections, which go where coslice says.
@@ -197,7 +196,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     warm_up()
     say("ready", pid=os.getpid())
-    settings = Settings(questions=options.questions, learning_rate=options.learning_rate)
+    settings = Settings(questions=options.questions)
     verifier = Verifier(options.task, options.verifier_port)
     Job(settings, verifier, seed=options.seed, steps=options.steps).run()
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from coslice.demo.task import DIGITS, LENGTH, VOCABULARY
 
-HEAD = 64
+HEAD = 48
 Cache = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer, (batch, heads, positions so far, HEAD)."""
 

@@ -44,12 +44,13 @@ class Child:
     def pid(self) -> int:
         return self.process.pid
 
-    def failure(self) -> OperationFailed:
-        """An error that says how it ended and what it said last. Only for a child that has ended."""
-        tail = self._errors.read_text(errors="replace").strip().splitlines()[-12:]
-        return OperationFailed(
-            f"{self.name} ended with status {self.process.wait()}" + "".join(f"\n    {line}" for line in tail)
-        )
+    def failure(self, others: Sequence["Child"] = ()) -> OperationFailed:
+        """An error that says how it ended and what it and the others said last. It has ended already."""
+        words = [f"\n    {child.name}: {line}" for child in (self, *others) for line in child.last_words()]
+        return OperationFailed(f"{self.name} ended with status {self.process.wait()}" + "".join(words))
+
+    def last_words(self) -> list[str]:
+        return self._errors.read_text(errors="replace").strip().splitlines()[-12:]
 
     def stop(self) -> None:
         """End it, in an orderly way if it listens. Harmless if it has ended."""
@@ -73,7 +74,6 @@ class Children:
     def __init__(self, folder: Path, *, cpus: Set[int], all_cpus: Set[int]) -> None:
         self._folder, self._cpus, self._all_cpus = folder, cpus, all_cpus
         self._lines: queue.SimpleQueue[Line] = queue.SimpleQueue()
-        self._running: list[Child] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -82,7 +82,12 @@ class Children:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        # A second Ctrl-C must not keep us from stopping what we started.
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self._stack.close()
+        finally:
+            signal.signal(signal.SIGINT, previous)
 
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, anywhere: bool = False
@@ -100,7 +105,8 @@ class Children:
         with errors.open("w") as file:
             process = subprocess.Popen(
                 command,
-                env=dict(environment),
+                # What libraries leave behind goes away with our folder.
+                env=dict(environment) | {"TMPDIR": str(self._folder)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
