@@ -110,6 +110,10 @@ class Node:
         return next((c.state for c in facts(self.holdings).contexts if c.job == job), None)
 
 
+def freed(job: JobId, *, start: str = "i1") -> fx.FreeBuffers:
+    return fx.FreeBuffers(job=job, incarnation=Incarnation(start))
+
+
 def member(job: JobId, *, pid: int, start: str) -> MemberId:
     return MemberId(f"{job}/{start}/{pid}/{pid * 10}")
 
@@ -389,7 +393,7 @@ def test_a_stuck_job_is_killed_after_its_grace_and_the_next_one_gets_the_device(
         effects = node.wake()
     assert node.at - began >= 60.0
     assert effects == [fx.KillJob(job=B, reason=effects[0].reason)]
-    assert node.gone(B) == [fx.FreeBuffers(job=B), restore(node, A)]
+    assert node.gone(B) == [freed(B), restore(node, A)]
     lost = find(node.holdings, B)
     assert lost is not None
     assert isinstance(lost.place, Lost)
@@ -466,7 +470,7 @@ def test_a_restore_is_tried_again_unless_the_state_is_lost() -> None:
     assert node.restore_failed(A) == [restore(node, A, 2)]
     effects = node.restore_failed(A, lost=True)
     assert failed(effects).culprit == A
-    assert fx.FreeBuffers(job=A) in effects
+    assert freed(A) in effects
     assert node.state(A) is ContextState.LOST
     assert node.state(B) is ContextState.SAVED
 
@@ -506,7 +510,7 @@ def test_a_lost_job_whose_memory_is_seen_to_be_gone_is_in_nobodys_way() -> None:
 def test_a_finished_job_has_nothing_to_save() -> None:
     node = Node()
     node.register(A, 60)
-    assert node.gone(A) == [fx.FreeBuffers(job=A)]
+    assert node.gone(A) == [freed(A)]
     assert node.state(A) is None
     assert done(node.command(B)).bytes_out == 0
 
@@ -514,7 +518,7 @@ def test_a_finished_job_has_nothing_to_save() -> None:
 def test_a_job_that_ends_while_it_leaves_has_left() -> None:
     node = swapped_out()
     node.command(A)
-    assert node.gone(B) == [fx.FreeBuffers(job=B), restore(node, A)]
+    assert node.gone(B) == [freed(B), restore(node, A)]
 
 
 def test_a_job_that_ends_while_it_comes_back_is_reported_with_an_empty_device() -> None:
@@ -528,7 +532,7 @@ def test_a_job_that_ends_while_it_comes_back_is_reported_with_an_empty_device() 
 
 def test_the_saved_state_of_a_dead_job_is_dropped_with_a_reason() -> None:
     node = swapped_out()
-    assert node.gone(A) == [fx.FreeBuffers(job=A)]
+    assert node.gone(A) == [freed(A)]
     assert any(r.code is fx.ReasonCode.LOST for r in node.reasons)
     assert node.state(A) is None
 
@@ -555,11 +559,20 @@ def test_a_new_start_takes_the_place_of_one_that_is_lost_or_was_not_heard_of_aga
     node = Node()
     node.register(A, 60, parked=True)
     node.holdings = restarted(node.holdings, node.at)
-    assert fx.FreeBuffers(job=A) in node.register(A, 50, pid=7, start="i2")
+    assert freed(A) in node.register(A, 50, pid=7, start="i2")
     context = find(node.holdings, A)
     assert context is not None
     assert (context.incarnation, context.place) == ("i2", Live())
     assert any(r.code is fx.ReasonCode.LOST for r in node.reasons)
+
+
+def test_a_new_start_keeps_what_it_has_set_aside_when_the_old_one_is_ended() -> None:
+    node = Node()
+    node.register(A, 60, parked=True)
+    node.holdings = restarted(node.holdings, node.at)
+    effects = node.register(A, 50, pid=7, start="i2", parked=True)
+    assert [e for e in effects if isinstance(e, fx.FreeBuffers)] == [freed(A, start="i1")]
+    assert node.state(A) is ContextState.SAVED
     node.hear(ev.JobKilled(at=node.tick(), job=A, reason="it used 101 MiB of 100 MiB"))
     assert node.state(A) is ContextState.LOST
     node.register(A, 50, pid=8, start="i3")

@@ -235,7 +235,7 @@ class ServedGroup:
             case fx.PushFacts():
                 self._publish(pb.AgentMessage(residency=self.residency()))
             case fx.FreeBuffers():
-                self._buffers.free_under(f"{self.id}/{effect.job}/")
+                self._buffers.free_under(f"{self.id}/{effect.job}/{effect.incarnation}/")
             case _:
                 assert_never(effect)
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from coslice.core.ids import Epoch, JobId, NodeId, OpId, RequestId, SessionId
+from coslice.core.ids import Epoch, Incarnation, JobId, NodeId, OpId, RequestId, SessionId
 
 
 class ReasonCode(StrEnum):
@@ -174,9 +174,13 @@ class PushFacts(_Effect, frozen=True, kw_only=True):
 
 
 class FreeBuffers(_Effect, frozen=True, kw_only=True):
-    """Nothing of the job is left to restore: its host memory can go."""
+    """Nothing of this start of the job is left to restore: its host memory can go.
+
+    Of this start only: the next one may have set its own state aside already, before it was heard of here.
+    """
 
     job: JobId
+    incarnation: Incarnation
 
 
 NodeEffect = RunSnapshot | RunRestore | KillJob | ReportDone | ReportFailed | PushFacts | FreeBuffers
