@@ -103,10 +103,12 @@ class Device:
         process.parked = False
         self.residual.pop(process.pid, None)
 
-    def free_buffers(self, job: JobId) -> list[Process]:
-        """The agent gives the job's host buffers away; returns whose state is gone with them."""
+    def free_buffers(self, job: JobId, incarnation: Incarnation) -> list[Process]:
+        """The agent gives the host buffers of one start away; returns whose state is gone with them."""
         gone = []
         for process in self.of(job):
+            if process.incarnation != incarnation:
+                continue
             if process.parked:
                 gone.append(process)
             process.kept = -1

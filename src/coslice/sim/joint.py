@@ -18,7 +18,7 @@ from coslice.sim import wire
 from coslice.sim.client import Client
 from coslice.sim.device import Violation
 from coslice.sim.node import Node, Served
-from coslice.sim.shell import Shell, lease_of
+from coslice.sim.shell import EPSILON, Shell, lease_of
 from coslice.sim.story import Story
 from coslice.sim.wire import Stream
 
@@ -262,7 +262,8 @@ class World:
         for node in self.nodes.values():
             if node.alive and not node.hung:
                 for group, served in node.served.items():
-                    if served.due is not None and served.due <= served.at:
+                    if served.due is not None and served.due <= served.at + EPSILON:
+                        served.at = max(served.at, served.due)
                         served.wake()
                         self.after_node(node, group)
 

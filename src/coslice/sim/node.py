@@ -101,8 +101,8 @@ class Served:
                     self.kills.append(job)
                 case fx.ReportDone() | fx.ReportFailed():
                     self._report(effect)
-                case fx.FreeBuffers(job=job):
-                    self._free(job)
+                case fx.FreeBuffers(job=job, incarnation=incarnation):
+                    self._free(job, incarnation)
                 case fx.PushFacts():
                     said = ev.NodeReported(at=0.0, node=self.holdings.node, facts=facts(self.holdings))
                     self.out.append(Said(self.group, said))
@@ -143,9 +143,9 @@ class Served:
         )
         self.out.append(Said(self.group, failed))
 
-    def _free(self, job: JobId) -> None:
+    def _free(self, job: JobId, incarnation: Incarnation) -> None:
         context = find(self.holdings, job)
-        for process in self.device.free_buffers(job):
+        for process in self.device.free_buffers(job, incarnation):
             if process.lost or context is None:
                 continue
             if not isinstance(context.place, Lost) and any(m.id == process.member for m in context.members):
@@ -163,10 +163,18 @@ class Served:
         if parked:
             self.device.move_out(process)
         self.device.alive[process.pid] = process
+        self._ends_of_older(job, start)
         if not self.register(process):
             del self.device.alive[process.pid]
             return None
         return process
+
+    def _ends_of_older(self, job: JobId, start: Incarnation) -> None:
+        """An agent refuses another start while a process of the last one is not known to have ended."""
+        for news in [e for e in self.news if isinstance(e, ev.MemberGone) and e.job == job]:
+            context = find(self.holdings, job)
+            if context is not None and context.incarnation != start:
+                self.learn(self.news.index(news))
 
     def register(self, process: Process) -> bool:
         """Says where its state is, once it has done whatever it was told before."""
@@ -229,7 +237,11 @@ class Served:
         for process in dead:
             self.bury(process.pid, reason)
         start = dead[0].incarnation if dead else Incarnation("")
-        self.news.append(ev.JobKilled(at=0.0, job=job, reason=reason, incarnation=start))
+        news = ev.JobKilled(at=self.at, job=job, reason=reason, incarnation=start)
+        if dead:
+            self.news.append(news)
+        else:  # nobody to wait for
+            self.hear(news)
         return bool(dead)
 
     # ── moves ──

@@ -27,6 +27,10 @@ from coslice.sim.device import Violation
 from coslice.sim.story import Story
 
 
+EPSILON = 1e-6
+"""Clocks that began at different moments round differently."""
+
+
 class Asked(Struct):
     """A request that is not confirmed yet."""
 
@@ -310,12 +314,13 @@ class Shell:
     def pass_time(self) -> None:
         """Whatever is due now."""
         for session, person in list(self.people.items()):
-            if person.forget_at is not None and person.forget_at <= self.at:
+            if person.forget_at is not None and person.forget_at <= self.at + EPSILON:
                 self._forget(session)
         self.run()
         for group in self.locks:
             due = self.due.get(group)
-            if due is not None and due <= self.at:
+            if due is not None and due <= self.at + EPSILON:
+                self.at = max(self.at, due)
                 self.post(group, ev.DeadlinePassed(at=self.at))
                 self.run()
                 after = self.due[group]

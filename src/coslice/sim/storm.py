@@ -12,6 +12,7 @@ from coslice.core import events as ev
 from coslice.core.context import NodeRules, find
 from coslice.core.effects import RefuseCode, RunSnapshot
 from coslice.core.group import GroupRules, Held
+from coslice.core.group_state import occupant
 from coslice.core.ids import Epoch, GroupId, JobId, NodeId, SessionId
 from coslice.sim import wire
 from coslice.sim.client import Client
@@ -553,12 +554,15 @@ class Storm:
             return False
         node, served = found
         job, size = client.job, self.rng.randint(1, 40) * MIB
-        state = self.world.shell.locks[served.group].occupancy
-        if len(served.device.of(job)) > 1 or (isinstance(state, Held) and state.job == job):
+        state = self.world.shell.locks[served.group]
+        if len(served.device.of(job)) > 1:
             return False
         if any(p.incarnation != client.incarnation for p in served.device.of(job)):
             return False
         parked = not served.fits(job, size)
+        asks = any(c.ask is not None or served.group in c.using for c in self.world.of_job(job))
+        if asks or occupant(state) == job:  # set aside while its job is being granted: not until the next
+            return False
         self._fault("newcomer", f"{job} on {served.name}")
         served.begin(job, size, parked=parked, start=client.incarnation)
         self.world.after_node(node, served.group)
