@@ -11,6 +11,7 @@ import msgspec
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
+from coslice.core.effects import ReasonCode
 from coslice.core.events import ContextFact, ContextState, NodeFacts
 from coslice.core.group import (
     Group,
@@ -23,7 +24,7 @@ from coslice.core.group import (
     resume,
     step,
 )
-from coslice.core.group_state import PARKED, open_asks
+from coslice.core.group_state import PARKED, open_asks, view_of
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, OpId, RequestId, SessionId
 from coslice.core.invariants import check_group_step
 from coslice.core.outcome import Step
@@ -154,6 +155,10 @@ class World:
         assert msgspec.json.decode(msgspec.json.encode(taken.state), type=Group) == taken.state
         check_group_step(before, event, taken)
         self.group, self.last = taken.state, taken
+        known = {s for r in self.group.jobs for s in r.sessions}
+        for client in self.clients.values():
+            if client.session not in known:
+                client.last_yield = None  # a session that ended is forgotten, and with it what it had done
         self.reasons += taken.reasons
         self.effects += taken.effects
         for effect in taken.effects:
@@ -185,6 +190,9 @@ class World:
     def judge(self, grant: fx.Grant) -> None:
         assert grant.request not in self.gone, "5: granted after the caller left"
         for name in self.group.nodes:
+            view = view_of(self.group, name)
+            if view is not None and view.outstanding and grant.reason.code is ReasonCode.JOINED:
+                continue  # it came (back) to the group in the middle of this lease and is being made right
             for job, state in self.nodes[name].contexts.items():
                 if job == grant.job:
                     assert state not in PARKED, f"2: {job} is granted but parked on {name}"
@@ -259,8 +267,9 @@ class World:
         self.apply(ev.SessionClosed(at=self.now, session=client.session))
 
     def use_device(self, client: Client) -> None:
-        """The holder's processes register and allocate."""
-        for node in self.nodes.values():
+        """The holder's processes register and allocate, wherever the lock protects them."""
+        for name in self.group.nodes:
+            node = self.nodes[name]
             if node.contexts.get(client.job) in (None, LOST):
                 node.contexts[client.job] = LIVE
                 node.incarnations[client.job] = client.incarnation

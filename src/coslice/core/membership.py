@@ -36,6 +36,10 @@ def attached(turn: Turn, event: ev.NodeAttached) -> None:
     view = old or NodeView(node=event.node)
     view = replace(view, facts=event.facts, attached=True)
     new = old is None
+    if event.epoch > (turn.group.epoch if old is not None else 0):
+        view = replace(
+            view, outstanding=event.epoch
+        )  # it may still be at work for somebody we do not remember
     turn.say(
         ReasonCode.NODE_ATTACHED, f"{event.node} {'joins' if new else 'is back'} with epoch {event.epoch}"
     )
