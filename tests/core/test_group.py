@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.effects import ReasonCode, RefuseCode
-from coslice.core.events import ContextFact, NodeFacts
+from coslice.core.events import ContextFact, ContextState, NodeFacts
 from coslice.core.group import Empty, Held, Rejected, Resident, Swapping, next_deadline, stalled
 from coslice.core.ids import Epoch, Incarnation, JobId, NodeId, OpId, SessionId
 from coslice.core.policy import FewestSwaps
@@ -716,6 +716,21 @@ def test_a_node_that_lost_its_work_in_the_middle_of_a_swap_does_it_again() -> No
     w.settle()
     assert a.holding
     assert first.contexts["a"] is LIVE
+
+
+def test_an_old_report_said_again_does_not_count_if_the_job_is_not_loaded_any_more() -> None:
+    w = world()
+    a = hold(w, "a1", "a")
+    b = wait_behind(w, "b1", "b")
+    w.yield_(a)
+    (command,) = effects(w, fx.MakeResident)
+    fact = ContextFact(job=JobId("b"), state=ContextState.LEAVING, reason="beside c, without room")
+    facts = NodeFacts(version=50, contexts=(fact,))
+    w.apply(ev.OpSucceeded(at=w.now, op=command.op, node=command.node, facts=facts))
+    assert b.asking
+    (again,) = effects(w, fx.MakeResident)
+    assert (again.node, again.job) == (command.node, command.job)
+    assert again.epoch > command.epoch
 
 
 def test_without_an_agent_nothing_is_granted_and_after_a_while_the_node_is_left_out() -> None:

@@ -109,6 +109,10 @@ def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
     if not isinstance(swap, Swapping) or not _is_pending(turn.group, swap, event.node, event.op):
         turn.say(ReasonCode.STALE, f"{event.node} reports {event.op} done, which nobody waits for any more")
         return
+    if _is_parked(turn.group, event.node, swap.incoming):
+        # An old report, said again after a restart: the operation's name is used up, so it takes a new one.
+        rebegin(turn, swap, f"{event.node} had it loaded, and says that it is not any more")
+        return
     swap = replace(
         swap,
         pending=tuple(n for n in swap.pending if n != event.node),
@@ -126,6 +130,12 @@ def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
         f"{f' ({event.reason})' if event.reason else ''}",
     )
     finish_if_done(turn)
+
+
+def _is_parked(group: Group, node: NodeId, job: JobId) -> bool:
+    view = view_of(group, node)
+    context = context_of(view, job) if view is not None else None
+    return context is not None and context.state in PARKED
 
 
 def finish_if_done(turn: Turn) -> None:
