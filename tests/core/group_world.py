@@ -299,6 +299,13 @@ class World:
                 while node.mail:
                     self.deliver(node)
 
+    def settle_only(self, name: str) -> None:
+        node = self.nodes[NodeId(name)]
+        while node.ops:
+            node.work("none")
+        while node.mail:
+            self.deliver(node)
+
     def wait(self, seconds: float) -> None:
         """Time passes, deadline by deadline."""
         until = self.now + seconds

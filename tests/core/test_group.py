@@ -786,6 +786,32 @@ def test_epochs_go_on_above_what_any_agent_has_seen() -> None:
     assert a.holding[1] == 42
 
 
+def test_a_node_that_joins_again_may_still_be_at_work_for_a_swap_that_is_over() -> None:
+    w = world("n0", "n1")
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.abandon(b)
+    w.detach("n1")  # with the command for b not begun
+    w.wait(60)
+    w.settle_only("n0")
+    w.attach("n1")  # it says that a is loaded, and is about to move a out
+    w.ask(a)
+    assert not a.holding
+    w.settle()
+    assert a.holding
+    assert w.nodes["n1"].contexts["a"] is LIVE
+
+
+def test_an_overrun_world_of_which_nobody_holds_any_more_ends() -> None:
+    w = world()
+    one = hold(w, "a1", "a", world=2)
+    b = wait_behind(w, "b1", "b")
+    w.yield_(one)
+    w.wait(301)
+    w.settle()
+    assert b.holding
+
+
 def test_a_swap_begins_again_above_the_epoch_of_an_agent_that_knows_better() -> None:
     w = World("n0", "n1")
     w.attach("n0")

@@ -8,6 +8,7 @@ Each rule draws numbers that pick among the things that can happen *now*, so tha
 histories get deep.
 """
 
+import random
 from collections.abc import Callable
 from functools import partial
 
@@ -213,5 +214,31 @@ class GroupMachine(RuleBasedStateMachine):
 
 TestGroup = GroupMachine.TestCase
 TestGroup.settings = settings(
-    max_examples=200, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=200,
+    stateful_step_count=15,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
+TestGroup.pytestmark = [pytest.mark.timeout(600)]  # shrinking a failure takes its time
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_random_walks(seed: int) -> None:
+    """The same machine with plain dice: histories longer than Hypothesis likes to draw."""
+    for part in range(10):
+        dice = random.Random(1000 * seed + part)
+        machine = GroupMachine()
+        policy = dice.choice(["fifo", "fewest_swaps"])
+        machine.start(nodes=dice.randint(1, 3), policy=policy, up=dice.random() < 0.7)
+        rate = dice.choice([0.0, 0.1, 0.3])
+        for _ in range(dice.randint(5, dice.choice([15, 40, 120]))):
+            fate = dice.random()
+            if fate < 0.02:
+                machine.the_orchestrator_restarts()
+            elif fate < 0.06:
+                machine.time_passes(dice.choice([0.5, 4.0, 11.0, 61.0, 301.0]))
+            else:
+                dice.choice(machine.trouble() if dice.random() < rate else machine.progress())()
+            machine.holds()
+        machine.teardown()

@@ -212,8 +212,8 @@ def requeue(turn: Turn, waiter: Waiter) -> None:
 def follow(turn: Turn, view: NodeView, *, attached: bool) -> None:
     """A node's facts changed: does the swap or the lease that is on need a command to it?
 
-    ``attached``: its agent just connected, so whatever was sent before may not have arrived. A node that comes
-    back in the middle of a lease is made right under that lease; the holder is not stopped meanwhile.
+    ``attached``: its agent just connected, so whatever was sent before may not have arrived. A node that
+    comes back in the middle of a lease is made right under that lease; the holder is not stopped meanwhile.
     """
     swap, node = turn.group.occupancy, view.node
     if isinstance(swap, Held):
