@@ -12,6 +12,7 @@ from msgspec import Struct
 from coslice.core import effects as fx
 from coslice.core.context import NodeRules
 from coslice.core.group import Group, GroupRules, Held, new_group
+from coslice.core.group_state import view_of
 from coslice.core.ids import GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
 from coslice.core.policy import policy_named
 from coslice.sim import wire
@@ -305,7 +306,9 @@ class World:
             if isinstance(held, Held):
                 for name in state.nodes:
                     node = self.nodes.get(name)
-                    if node is not None and node.served[group].device.has_parked(held.job):
+                    if node is None or _joins(state, name):
+                        continue
+                    if node.served[group].device.has_parked(held.job):
                         raise Violation(f"2: {held.job} holds {group} while parked on {name}")
         for client in self.clients.values():
             for group in client.using:
@@ -331,3 +334,9 @@ class World:
         for name in self.shell.locks[group].nodes:
             if (node := self.nodes.get(name)) is not None:
                 yield node, node.served[group]
+
+
+def _joins(state: Group, name: NodeId) -> bool:
+    """A node that came to the group under the lease is told only then to load its holder."""
+    view = view_of(state, name)
+    return view is None or view.outstanding > 0 or not (view.attached or view.facts.version)

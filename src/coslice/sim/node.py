@@ -170,10 +170,11 @@ class Served:
         return process
 
     def _ends_of_older(self, job: JobId, start: Incarnation) -> None:
-        """An agent refuses another start while a process of the last one is not known to have ended."""
-        for news in [e for e in self.news if isinstance(e, ev.MemberGone) and e.job == job]:
+        """An agent refuses another start while a process of the last one is not known to have ended, and
+        hears of the end of those it killed in one moment."""
+        for news in [e for e in self.news if isinstance(e, ev.MemberGone | ev.JobKilled) and e.job == job]:
             context = find(self.holdings, job)
-            if context is not None and context.incarnation != start:
+            if isinstance(news, ev.JobKilled) or (context is not None and context.incarnation != start):
                 self.learn(self.news.index(news))
 
     def register(self, process: Process) -> bool:

@@ -26,7 +26,6 @@ from coslice.sim import wire
 from coslice.sim.device import Violation
 from coslice.sim.story import Story
 
-
 EPSILON = 1e-6
 """Clocks that began at different moments round differently."""
 

@@ -12,7 +12,7 @@ from coslice.core import events as ev
 from coslice.core.context import NodeRules, find
 from coslice.core.effects import RefuseCode, RunSnapshot
 from coslice.core.group import GroupRules, Held
-from coslice.core.group_state import occupant
+from coslice.core.group_state import occupant, view_of
 from coslice.core.ids import Epoch, GroupId, JobId, NodeId, SessionId
 from coslice.sim import wire
 from coslice.sim.client import Client
@@ -63,7 +63,6 @@ class Storm:
         self.rng = Random(seed)
         self.story = story
         self.world = World(setup_for(self.rng), story)
-        self._draws: list[Draw] = []
         self._plan()
         for job in self.world.setup.jobs:
             self._start(job)
@@ -106,21 +105,19 @@ class Storm:
             (2, self.newcomer_registers),
             (1, self.hangs_up),
         )
-        for weight, draw in work:
-            self._draws += [draw] * weight
-        much = self.rng.choice((0.15, 0.3, 0.6))
-        chosen = [t for t in trouble if self.rng.random() < 0.45] or [self.rng.choice(trouble)]
-        self.troubles = {draw.__name__ for _, draw in chosen}
-        per = max(1, round(much * len(self._draws) / max(1, sum(w for w, _ in chosen))))
-        for weight, draw in chosen:
-            self._draws += [draw] * (weight * per)
+        self._work = [draw for weight, draw in work for _ in range(weight)]
+        chosen = [t for t in trouble if self.rng.random() < 0.4] or [self.rng.choice(trouble)]
+        self._trouble = [draw for weight, draw in chosen for _ in range(weight)]
+        self._much = self.rng.choice((0.03, 0.08, 0.16))
 
     def step(self) -> None:
         """One thing happens, a moment after the last."""
         world, rng = self.world, self.rng
         world.advance(rng.random() * 0.2)
+        if rng.random() < self._much and rng.choice(self._trouble)():
+            return
         for _ in range(12):
-            if rng.choice(self._draws)():
+            if rng.choice(self._work)():
                 return
         self.time_jumps()
 
@@ -294,9 +291,21 @@ class Storm:
 
     def _asks(self, client: Client) -> None:
         groups = self.world.setup.groups
+        if self._unheard(client.job):
+            return
         wanted = groups if len(groups) > 1 and self.rng.random() < 0.4 else (self.rng.choice(groups),)
         need = self.rng.choice((0, 0, 20, 40)) * MIB
         self.world.client_says(client, client.acquire(wanted, need))
+
+    def _unheard(self, job: JobId) -> bool:
+        """Is the word that a process of the job was set aside still on its way? It does not ask then."""
+        for node in self.world.nodes.values():
+            for served in node.served.values():
+                if node.name in self.world.shell.attached and served.device.has_parked(job):
+                    view = view_of(self.world.shell.locks[served.group], node.name)
+                    if view is not None and view.facts.version < served.holdings.version:
+                        return True
+        return False
 
     def _works(self, client: Client) -> None:
         world, rng = self.world, self.rng
