@@ -93,7 +93,7 @@ def test_a_good_run_meets_every_target_and_has_every_public_key() -> None:
 @pytest.mark.parametrize(
     ("figures", "missed"),
     [
-        (_figures(_round(digest="other")), "final parameters as alone"),
+        (_figures(_round(digest="other")), "final parameters"),
         (_figures(_round(shared_period=1.2)), "slowdown, job-a"),
         (_figures(_round(shared_period=1.2)), "useful duty shared"),
         (_figures(_round(rise=0.0)), "reward, job-b"),

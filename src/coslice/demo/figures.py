@@ -172,7 +172,7 @@ class Figures:
         low, high = SOLO_DUTY
         contended = self.wanted_duty > 1
         useful = USEFUL_CONTENDED if contended else USEFUL_OF_BOUND * self.duty_bound
-        of_bound = "" if contended else f" ({USEFUL_OF_BOUND:.0%} of the bound {self.duty_bound:.1%})"
+        of_bound = "" if contended else f" ({USEFUL_OF_BOUND:.0%} of {self.duty_bound:.1%})"
         slowest = SLOWDOWN * max(1.0, self.wanted_duty)
         return [
             *(
@@ -195,7 +195,7 @@ class Figures:
         mib = 1 << 20
         rises = {job: self.reward_rise(job) for job in self.jobs}
         return [
-            Target("final parameters as alone", "bit-identical" if self.state_identical else "DIFFERENT",
+            Target("final parameters", "as alone, to the bit" if self.state_identical else "DIFFERENT",
                    "bit-identical", self.state_identical),
             *(Target(f"reward, {job}", f"{first:.2f} → {last:.2f}", f"+{REWARD_RISE:.2f}",
                      last - first >= REWARD_RISE)
@@ -256,6 +256,8 @@ def _block(block: Block) -> dict[str, Any]:
         "wall_s": block.wall,
         "window_s": wall,
         "step_s": {job: run.step_seconds for job, run in block.runs.items()},
+        "section_s": {job: [s.end - s.begin for s in run.sections[1:]] for job, run in block.runs.items()},
+        "section_cpu_s": {job: [s.cpu for s in run.sections[1:]] for job, run in block.runs.items()},
     }
 
 

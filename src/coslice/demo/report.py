@@ -30,20 +30,19 @@ def print_report(console: Console, result: "Result") -> None:
 def _jobs(result: "Result") -> Table:
     figures = result.figures
     table = Table(title="Each job, alone and sharing", title_justify="left")
-    for column in ("job", "task", "alone", "sharing", "slowdown", "reward while sharing", "final parameters"):
-        table.add_column(column)
+    for column in ("job", "task", "step alone → sharing", "slowdown", "reward", "parameters"):
+        table.add_column(column, no_wrap=True)
     for plan in result.plans:
         job, last = plan.name, figures.rounds[-1]
         rewards = last.shared.runs[job].rewards
+        digest = figures.runs(job)[-1].digest[:8]
         table.add_row(
             job,
             plan.task,
-            f"{figures.solo_step(job, last):.2f} s/step, busy {figures.solo_duty[job]:.1%}",
-            f"{figures.shared_step(job, last):.2f} s/step",
+            f"{figures.solo_step(job, last):.2f} → {figures.shared_step(job, last):.2f} s",
             f"{figures.slowdown[job]:.3f}×",
-            f"{rewards[0]:.2f} {sparkline(rewards)} {rewards[-1]:.2f}",
-            f"{figures.runs(job)[-1].digest[:12]} "
-            + ("[green]same in all runs[/]" if figures.identical(job) else "[bold red]DIFFERENT[/]"),
+            f"{sparkline(rewards)} {rewards[-1]:.2f}",
+            f"[green]{digest} same[/]" if figures.identical(job) else "[bold red]DIFFERENT[/]",
         )
     return table
 
@@ -59,10 +58,10 @@ def _figures(result: "Result") -> Table:
         )
     table.add_section()
     saved = figures.solo_wall_s - figures.shared_wall_s
-    table.add_row("held duty shared (lock held)", f"{figures.held_duty:.1%}", "", "")
+    table.add_row("held duty shared", f"{figures.held_duty:.1%}", "", "")
     table.add_row("bytes moved", format_size(figures.bytes_moved), "", "")
     table.add_row(
-        "wall time, one after the other → together",
+        "wall time alone → together",
         f"{figures.solo_wall_s:.1f} s → {figures.shared_wall_s:.1f} s",
         "", f"saves {saved / figures.solo_wall_s:.0%}",
     )  # fmt: skip

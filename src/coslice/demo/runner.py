@@ -25,7 +25,7 @@ from coslice.errors import ConfigError
 from coslice.replay.page import render
 from coslice.sizes import format_size, parse_size
 
-BLOCK_S = 20.0
+BLOCK_S = 18.5
 """About how long one block shall train: six of them, and what is around them, stay within three minutes."""
 
 
