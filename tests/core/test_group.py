@@ -120,6 +120,9 @@ def test_jobs_that_fit_together_move_nothing_and_the_grant_has_the_figures() -> 
     w.apply(ev.NodeReported(at=0.0, node=NodeId("n0"), facts=facts))
     wait_behind(w, "b1", "b")
     w.yield_(a)
+    assert not effects(w, fx.Grant), "a may have grown since its agent said that both fit"
+    (command,) = effects(w, fx.MakeResident)
+    w.apply(ev.OpSucceeded(at=w.now, op=command.op, node=command.node, facts=facts))
     (grant,) = effects(w, fx.Grant)
     assert grant.reason.code is ReasonCode.GRANTED_BOTH_FIT
     assert "a 60 MiB + b 60 MiB fit in 512 MiB on n0" in grant.reason.text

@@ -40,16 +40,17 @@ from coslice.core.turn import Turn
 def needs_command(view: NodeView, job: JobId, *, last: JobId | None) -> bool:
     """Must the node's agent be asked before ``job`` may run there?
 
-    Not if it is connected, has answered all we asked, and either says that the job is loaded, or says that
-    the device is empty and nobody else held the lock last. (The word of an agent may be older than what the
-    last holder did to the device, and than what a command under way is doing to it.)
+    Not if it is connected, has answered all we asked, nobody else held the lock last, and it says that the
+    job is loaded or that the device is empty. (The word of an agent may be older than what the last holder
+    did to the device: it may have grown so that the two fit no more. And older than what a command under way
+    is doing to it.)
     """
     context = context_of(view, job)
-    if not view.attached or view.outstanding or (context is not None and context.state in PARKED):
+    if not view.attached or view.outstanding or last not in (None, job):
         return True
-    if context is not None and context.state is ContextState.LIVE:
-        return False
-    return last not in (None, job) or any(c.state in ON_DEVICE for c in view.facts.contexts)
+    if context is not None and context.state is not ContextState.LOST:
+        return context.state is not ContextState.LIVE
+    return any(c.state in ON_DEVICE for c in view.facts.contexts)
 
 
 def begin(turn: Turn, choice: Choice) -> None:
