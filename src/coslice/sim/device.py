@@ -90,7 +90,7 @@ class Device:
     def move_out(self, process: Process, *, leaves: int = 0) -> None:
         if not process.parked:
             process.parked, process.kept = True, process.content
-            self.residual[process.pid] = leaves
+            self.residual[process.pid] = min(leaves, process.bytes // 4)
 
     def move_in(self, process: Process, where: str) -> None:
         if not process.parked:

@@ -189,7 +189,7 @@ class Storm:
     def _finish(self, node: Node, served: Served, how: str) -> None:
         assert served.asked is not None
         inside = self.world.inside(served.group, served.asked.job)
-        leaves = self.rng.choice((0, 0, 0, 1, 2, 30)) * MIB
+        leaves = self.rng.choice((0, 0, 0, 1, 2, 30)) * MIB  # what the process cannot give back
         served.finish(how, leaves=leaves, inside=inside)
         self.world.after_node(node, served.group)
 
