@@ -110,8 +110,8 @@ class Node:
         return next((c.state for c in facts(self.holdings).contexts if c.job == job), None)
 
 
-def freed(job: JobId, *, start: str = "i1") -> fx.FreeBuffers:
-    return fx.FreeBuffers(job=job, incarnation=Incarnation(start))
+def freed(job: JobId, *, pid: int = 0, start: str = "i1") -> fx.FreeBuffers:
+    return fx.FreeBuffers(job=job, members=(member(job, pid=pid or 1 + ord(job[0]), start=start),))
 
 
 def member(job: JobId, *, pid: int, start: str) -> MemberId:

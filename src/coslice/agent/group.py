@@ -235,7 +235,8 @@ class ServedGroup:
             case fx.PushFacts():
                 self._publish(pb.AgentMessage(residency=self.residency()))
             case fx.FreeBuffers():
-                self._buffers.free_under(f"{self.id}/{effect.job}/{effect.incarnation}/")
+                for member in effect.members:
+                    self._buffers.free(f"{self.id}/{member}")
             case _:
                 assert_never(effect)
 

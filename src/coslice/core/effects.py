@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from coslice.core.ids import Epoch, Incarnation, JobId, NodeId, OpId, RequestId, SessionId
+from coslice.core.ids import Epoch, JobId, MemberId, NodeId, OpId, RequestId, SessionId
 
 
 class ReasonCode(StrEnum):
@@ -174,13 +174,13 @@ class PushFacts(_Effect, frozen=True, kw_only=True):
 
 
 class FreeBuffers(_Effect, frozen=True, kw_only=True):
-    """Nothing of this start of the job is left to restore: its host memory can go.
+    """Nothing of these processes is left to restore: their host memory can go.
 
-    Of this start only: the next one may have set its own state aside already, before it was heard of here.
+    Of these only: another one of the job may have set its state aside already, before it was heard of here.
     """
 
     job: JobId
-    incarnation: Incarnation
+    members: tuple[MemberId, ...]
 
 
 NodeEffect = RunSnapshot | RunRestore | KillJob | ReportDone | ReportFailed | PushFacts | FreeBuffers

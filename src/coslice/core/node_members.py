@@ -138,7 +138,7 @@ def _end(turn: NodeTurn, context: Context, reason: str) -> None:
         case Live():
             pass
     turn.remove(context.job)
-    turn.effects.append(fx.FreeBuffers(job=context.job, incarnation=context.incarnation))
+    turn.effects.append(fx.FreeBuffers(job=context.job, members=tuple(m.id for m in context.members)))
 
 
 def on_killed(turn: NodeTurn, event: ev.JobKilled) -> None:

@@ -77,7 +77,7 @@ def lose(turn: NodeTurn, context: Context, reason: str, *, members: bool = True)
     kept = context.members if members else ()
     use = max(context.use, context.bytes) if isinstance(context.place, Returning) else context.use
     turn.move(context, Lost(reason), members=kept, use=use if kept else 0)
-    turn.effects.append(fx.FreeBuffers(job=context.job, incarnation=context.incarnation))
+    turn.effects.append(fx.FreeBuffers(job=context.job, members=tuple(m.id for m in context.members)))
 
 
 def fail(
