@@ -103,11 +103,11 @@ class Device:
         process.parked = False
         self.residual.pop(process.pid, None)
 
-    def free_buffers(self, job: JobId, incarnation: Incarnation) -> list[Process]:
-        """The agent gives the host buffers of one start away; returns whose state is gone with them."""
+    def free_buffers(self, members: tuple[MemberId, ...]) -> list[Process]:
+        """The agent gives their host buffers away; returns whose state is gone with that."""
         gone = []
-        for process in self.of(job):
-            if process.incarnation != incarnation:
+        for process in self.alive.values():
+            if process.member not in members:
                 continue
             if process.parked:
                 gone.append(process)

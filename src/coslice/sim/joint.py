@@ -129,9 +129,7 @@ class World:
     def _enter(self, client: Client) -> None:
         """The gate of the process: state that is moved out stops the section, with an error."""
         for group in client.using:
-            parked = [
-                n.name for n, s in self._served(group) if any(p.parked for p in s.device.of(client.job))
-            ]
+            parked = [n.name for n, s in self._served(group) if s.device.has_parked(client.job)]
             if parked and self.is_current(client, group):
                 raise Violation(f"2: {client.job} was granted {group} while parked on {parked}")
             if parked:
@@ -304,12 +302,9 @@ class World:
         for group, state in self.shell.locks.items():
             held = state.occupancy
             if isinstance(held, Held):
-                for name in state.nodes:
-                    node = self.nodes.get(name)
-                    if node is None or _joins(state, name):
-                        continue
-                    if node.served[group].device.has_parked(held.job):
-                        raise Violation(f"2: {held.job} holds {group} while parked on {name}")
+                for node, served in self._served(group):
+                    if served.device.has_parked(held.job):
+                        raise Violation(f"2: {held.job} holds {group} while parked on {node.name}")
         for client in self.clients.values():
             for group in client.using:
                 if group in client.holds and not self.is_current(client, group):
@@ -330,9 +325,11 @@ class World:
         raise Violation(f"1: {client.session} computes on {group} under {epoch}, which is over, untold")
 
     def _served(self, group: GroupId) -> Iterator[tuple[Node, Served]]:
-        """The nodes that belong to the group now."""
-        for name in self.shell.locks[group].nodes:
-            if (node := self.nodes.get(name)) is not None:
+        """The nodes that a holder of the group uses."""
+        state = self.shell.locks[group]
+        for name in state.nodes:
+            node = self.nodes.get(name)
+            if node is not None and not _joins(state, name):
                 yield node, node.served[group]
 
 

@@ -101,8 +101,8 @@ class Served:
                     self.kills.append(job)
                 case fx.ReportDone() | fx.ReportFailed():
                     self._report(effect)
-                case fx.FreeBuffers(job=job, incarnation=incarnation):
-                    self._free(job, incarnation)
+                case fx.FreeBuffers():
+                    self._free(effect)
                 case fx.PushFacts():
                     said = ev.NodeReported(at=0.0, node=self.holdings.node, facts=facts(self.holdings))
                     self.out.append(Said(self.group, said))
@@ -143,9 +143,9 @@ class Served:
         )
         self.out.append(Said(self.group, failed))
 
-    def _free(self, job: JobId, incarnation: Incarnation) -> None:
-        context = find(self.holdings, job)
-        for process in self.device.free_buffers(job, incarnation):
+    def _free(self, effect: fx.FreeBuffers) -> None:
+        context = find(self.holdings, effect.job)
+        for process in self.device.free_buffers(effect.members):
             if process.lost or context is None:
                 continue
             if not isinstance(context.place, Lost) and any(m.id == process.member for m in context.members):

@@ -253,24 +253,30 @@ class Shell:
     def _yield(self, session: SessionId, person: Person, message: wire.Yield) -> None:
         problem: Rejected | None = None
         for group, epoch in message.leases:
-            self.rejected = None
-            self.post(group, ev.LeaseYielded(at=self.at, job=person.job, session=session, epoch=epoch))
-            self.run()
-            problem = self.rejected or problem
+            event = ev.LeaseYielded(at=self.at, job=person.job, session=session, epoch=epoch)
+            if (refusal := self._try(group, event)) is not None:
+                problem = refusal
+                continue
             for request, asked in list(person.asked.items()):
-                if self.rejected is None and (group, epoch) in asked.taken:
+                if (group, epoch) in asked.taken:
                     del person.asked[request]
         if problem is None:
             self._say(session, wire.Yielded(message.ident))
         else:
             self._say(session, wire.Refused(message.ident, RefuseCode(problem.code)))
 
+    def _try(self, group: GroupId, event: ev.GroupEvent) -> Rejected | None:
+        """Post, and return the machine's refusal of it, if any."""
+        self.rejected = None
+        self.post(group, event)
+        self.run()
+        return self.rejected
+
     def stranger_yields(self, group: GroupId, job: JobId, session: SessionId, epoch: Epoch) -> None:
         """Somebody names a lease that is not its own, or is over. It must be refused, changing nothing."""
-        before, self.rejected = self.locks[group], None
-        self.post(group, ev.LeaseYielded(at=self.at, job=job, session=session, epoch=epoch))
-        self.run()
-        if self.locks[group] != before or self.rejected is None:
+        before = self.locks[group]
+        event = ev.LeaseYielded(at=self.at, job=job, session=session, epoch=epoch)
+        if self._try(group, event) is None or self.locks[group] != before:
             raise Violation(f"1: {job} (session {session}) ended lease {epoch} of {group}, not its own")
 
     def lost(self, session: SessionId, grace: float) -> None:
