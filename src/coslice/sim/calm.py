@@ -5,7 +5,7 @@ and nothing may be left of them: no waiter, no lease, no operation.
 """
 
 from coslice.core.effects import RefuseCode
-from coslice.core.group import Held, Swapping
+from coslice.core.group import Group, Held, Swapping
 from coslice.core.ids import JobId, SessionId
 from coslice.sim.client import Client
 from coslice.sim.device import Violation
@@ -150,12 +150,22 @@ class Calm:
         for client in list(world.clients.values()):
             while client.stream.back:
                 world.hear_client(client)
+        until = world.now + self.bound()
         for _ in range(STEPS):
-            if not any(self._nodes_only(n) for n in world.nodes.values()):
+            if any(self._nodes_only(n) for n in world.nodes.values()):
+                continue
+            due = world.next_due()
+            if not any(s.waiters or isinstance(s.occupancy, Held | Swapping) for s in self._states()):
                 break
+            if due > until:
+                break
+            world.advance(max(0.0, due - world.now))
         for group, state in world.shell.locks.items():
             if state.waiters or isinstance(state.occupancy, Held | Swapping):
                 raise Violation(f"5: all have left {group}, and it is {state.occupancy}")
+
+    def _states(self) -> list[Group]:
+        return list(self.world.shell.locks.values())
 
     def _nodes_only(self, node: Node) -> bool:
         world = self.world

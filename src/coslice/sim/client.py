@@ -35,6 +35,8 @@ class Client(Struct):
     holds: dict[GroupId, tuple[RequestId, Epoch]] = {}
     using: tuple[GroupId, ...] = ()
     """The groups of the section that its code is in."""
+    on: tuple[tuple[GroupId, NodeId], ...] = ()
+    """Where the code of the section runs."""
     givings: tuple[wire.Yield, ...] = ()
     abandons: tuple[RequestId, ...] = ()
     stopped: bool = False
@@ -58,6 +60,7 @@ class Client(Struct):
             self.ask,
             self.holds.copy(),
             self.using,
+            self.on,
             self.givings,
             self.abandons,
             self.stopped,
@@ -83,7 +86,7 @@ class Client(Struct):
         for group in reversed(self.using):
             if group in self.holds:
                 said.append(self._give(group, self.holds.pop(group)[1]))
-        self.using = ()
+        self.using = self.on = ()
         return said
 
     # ── its stream ──

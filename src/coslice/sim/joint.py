@@ -129,7 +129,9 @@ class World:
     def _enter(self, client: Client) -> None:
         """The gate of the process: state that is moved out stops the section, with an error."""
         for group in client.using:
-            parked = [n.name for n, s in self._served(group) if s.device.has_parked(client.job)]
+            there = list(self._served(group))
+            client.on += tuple((group, node.name) for node, _ in there)
+            parked = [node.name for node, s in there if s.device.has_parked(client.job)]
             if parked and self.is_current(client, group):
                 raise Violation(f"2: {client.job} was granted {group} while parked on {parked}")
             if parked:
@@ -138,9 +140,8 @@ class World:
         self.compute(client)
 
     def compute(self, client: Client) -> None:
-        for group in client.using:
-            for node, served in self._served(group):
-                served.device.compute(client.job, node.name)
+        for group, name in client.on:
+            self.nodes[name].served[group].device.compute(client.job, name)
 
     def leave(self, client: Client) -> None:
         self.client_says(client, client.leave())
@@ -335,5 +336,7 @@ class World:
 
 def _joins(state: Group, name: NodeId) -> bool:
     """A node that came to the group under the lease is told only then to load its holder."""
-    view = view_of(state, name)
-    return view is None or view.outstanding > 0 or not (view.attached or view.facts.version)
+    view, held = view_of(state, name), state.occupancy
+    if view is None or not isinstance(held, Held):
+        return False
+    return view.outstanding == held.epoch or not (view.attached or view.facts.version)
