@@ -34,3 +34,8 @@ class TestObservedStore(StoreContract):
 
     def make(self, location: Any) -> Store:
         return ObservedStore(MemoryStore())
+
+
+class TestSqliteStoreThatDoesNotFlush(TestSqliteStore):
+    def make(self, location: Any) -> Store:
+        return SqliteStore(location, flush=False)
