@@ -38,6 +38,12 @@ class Ping(Struct, frozen=True):
     """Changes nothing and has an effect."""
 
 
+class Hear(Struct, frozen=True):
+    """Adds without an effect; whoever sent it would send it again to a restarted machine."""
+
+    amount: int
+
+
 class Due(Struct, frozen=True):
     at: float
 
@@ -46,7 +52,7 @@ class Said(Struct, frozen=True):
     total: int
 
 
-Event = Add | Ping | Due
+Event = Add | Ping | Hear | Due
 
 
 def step(state: Count, event: Event) -> Step[Count, Said]:
@@ -60,6 +66,8 @@ def step(state: Count, event: Event) -> Step[Count, Said]:
             after = Count(state.total + event.amount, due)
         case Ping():
             after = state
+        case Hear(amount=amount):
+            return Step(Count(state.total + amount, state.due))
         case Due():
             assert state.due is not None
             assert event.at >= state.due
@@ -127,6 +135,28 @@ async def test_saved_first_then_acted_then_answered() -> None:
     await rig.driver.post(Add(5))
     rig.log.append("answered")
     assert rig.log == ["saving", "saved", 5, ("changed", 5), "answered"]
+    await rig.stop()
+
+
+@virtual
+async def test_what_is_told_again_anyway_is_saved_with_the_next_turn_that_acts() -> None:
+    rig = Rig(told_again=lambda event: isinstance(event, Hear)).start()
+    await rig.driver.post(Hear(1))
+    await rig.driver.post(Hear(2))
+    assert rig.log == [("changed", 1), ("changed", 3)]
+    await rig.driver.post(Add(5))
+    assert rig.log[2:] == ["saving", "saved", 8, ("changed", 8)]
+    await asyncio.sleep(10)
+    assert len(rig.log) == 6, "nothing is left to save"
+    await rig.stop()
+
+
+@virtual
+async def test_what_is_told_again_is_saved_soon_although_nothing_follows() -> None:
+    rig = Rig(told_again=lambda event: isinstance(event, Hear)).start()
+    await rig.driver.post(Hear(1))
+    await asyncio.sleep(1.0)
+    assert rig.log == [("changed", 1), "saving", "saved"]
     await rig.stop()
 
 

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coslice.agent.processes import start_time
+from coslice.cli.bench_client import HOLD_S
 from coslice.cli.rpc import group_status
 from coslice.errors import OperationFailed
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -164,12 +165,17 @@ def _await_contexts(address: str, nodes: int) -> None:
 
 
 def _echo(address: str, rounds: int) -> list[float]:
-    """Round trips of the health service: a unary call through the same server, loop and sockets."""
+    """Round trips of the health service: a unary call through the same server, loop and sockets.
+
+    At the pace of the hand-overs: after a pause, processor and scheduler are slower to wake than in a tight
+    loop, and a hand-over always comes after one.
+    """
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
         times = []
         for _ in range(rounds + WARM_UP):
+            time.sleep(HOLD_S)
             begin = time.perf_counter()
             stub.Check(request, timeout=5.0)
             times.append((time.perf_counter() - begin) * 1e3)

@@ -44,6 +44,11 @@ class Decision(Struct, frozen=True):
     reasons: tuple[fx.Reason, ...]
 
 
+def _told_again(event: ev.GroupEvent) -> bool:
+    """Agents repeat facts when they attach, and an operation's report when it is commanded again."""
+    return isinstance(event, ev.OpSucceeded | ev.NodeReported)
+
+
 class GroupLock:
     """A group that is open: the only way to its driver."""
 
@@ -138,6 +143,7 @@ class Groups:
             perform=functools.partial(self._perform, GroupId(config.id)),
             record=functools.partial(self._record, config.id),
             changed=lambda state: self._changed(state.id),
+            told_again=_told_again,
             on_stall=core.stalled,
             stall_limit=max(1.0, self._config.session_grace / 2),
         )

@@ -28,6 +28,8 @@ F = TypeVar("F")
 
 log = logging.getLogger(__name__)
 
+UNSAVED_S = 0.2
+
 
 class Stopped(CosliceError):
     """The driver runs no more; the event was not taken, or whether it was is known only to the store."""
@@ -62,6 +64,10 @@ class Driver(Generic[S, E, F]):
     and the refusal as its reason). ``changed`` is called at most once a turn, with a state that is durable.
     ``on_stall(state, now)`` is asked for a state with fresh grace when the event loop stood still for
     longer than ``stall_limit`` seconds while a deadline was running.
+
+    ``told_again(event)``: would whoever sent it say it again to a restarted machine? A turn of only such
+    events without effects is not worth a flush of its own: it is saved with the next turn, at the latest
+    after ``UNSAVED_S``.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class Driver(Generic[S, E, F]):
         changed: Callable[[S], None] | None = None,
         on_stall: Callable[[S, float], S] | None = None,
         stall_limit: float = 5.0,
+        told_again: Callable[[E], bool] | None = None,
     ) -> None:
         self.name = name
         self._state = state
@@ -86,6 +93,8 @@ class Driver(Generic[S, E, F]):
         self._clock, self._save, self._perform = clock, save, perform
         self._record, self._changed = record, changed
         self._on_stall, self._stall_limit = on_stall, stall_limit
+        self._told_again = told_again
+        self._unsaved = False
         self._inbox: deque[_Post[E]] = deque()
         self._turn: list[_Post[E]] = []
         self._first: tuple[F, ...] = ()
@@ -97,7 +106,7 @@ class Driver(Generic[S, E, F]):
 
     @property
     def state(self) -> S:
-        """The newest durable state."""
+        """The newest state that is durable, but for what is told again."""
         return self._state
 
     def start_with(self, effects: Iterable[F]) -> None:
@@ -166,12 +175,14 @@ class Driver(Generic[S, E, F]):
         deadline = None if self._deaf else self._next_deadline(self._state)
         if deadline is None:
             self._planned = None
-            return None
+            return loop.call_later(UNSAVED_S, self._ring) if self._unsaved else None
         now = self._clock.now()
         delay = max(0.0, deadline - now)
         if self._on_stall is not None:
             # A stall gives no notification of its own: it is seen by a timer that comes late.
             delay = min(delay, self._stall_limit / 2)
+        if self._unsaved:
+            delay = min(delay, UNSAVED_S)
         self._planned = now + delay
         return loop.call_later(delay, self._ring)
 
@@ -194,11 +205,22 @@ class Driver(Generic[S, E, F]):
         for post in self._turn:
             state = self._advance(state, post, steps)
         state = self._pass_deadline(state, now, steps)
-        if state is not before and state != before:
+        changed = state is not before and state != before
+        if changed and self._can_wait(steps):
+            self._unsaved = True
+        elif changed or (self._unsaved and not self._turn):
             await self._save(state)  # durable first …
+            self._unsaved = False
+        if changed:
             self._state, self._deaf = state, False
         self._act(now, steps, changed=self._state is not before)  # … then visible
         self._turn = []
+
+    def _can_wait(self, steps: list[Step[S, F]]) -> bool:
+        told_again = self._told_again
+        if told_again is None or any(step.effects for step in steps):
+            return False
+        return bool(self._turn) and all(told_again(post.event) for post in self._turn)
 
     def _advance(self, state: S, post: _Post[E], steps: list[Step[S, F]]) -> S:
         try:
