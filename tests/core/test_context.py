@@ -304,6 +304,27 @@ def test_leftovers_of_parked_jobs_get_some_time_to_go_and_then_fail_the_newcomer
             assert "20 MiB" in report.reason
 
 
+def test_a_peak_counts_also_if_it_was_reached_under_a_grant_that_needed_no_command() -> None:
+    node = Node()
+    node.register(A, 40)
+    node.measure(A, 95)
+    node.command(B)
+    done(node.snapshot_done(A, 40, residual=2))
+    node.register(B, 50)
+    node.command(A)
+    assert node.snapshot_done(B, 50, residual=10) == [], "95 beside 10 that B leaves, of 100"
+
+
+def test_what_is_there_and_what_comes_back_are_counted_together() -> None:
+    node = Node()
+    node.register(A, 30)
+    node.command(A)
+    node.measure(A, 60)  # the process uses twice what it registered
+    node.register(A, 30, pid=7, parked=True)
+    node.register(B, 20, need=20)
+    assert node.command(A) == [snapshot(node, B)], "60 + 30 beside 20, of 100"
+
+
 def test_no_room_in_host_memory_refuses_before_anything_moves() -> None:
     node = swapped_out(host=100)
     report = failed(node.command(A))

@@ -189,8 +189,24 @@ def reserve(holdings: Holdings, context: Context) -> int:
     declared = max(context.need, max((m.need for m in context.members), default=0))
     if not declared and context.job not in holdings.recent:
         return 0
+    return max(least(holdings, context), declared)
+
+
+def least(holdings: Holdings, context: Context) -> int:
+    """What the job will take at least once all of it is on the device, also if its need is unknown.
+
+    With a part of it there, what that part uses now and the parts in host memory come together.
+    """
     peak = min(context.peak, holdings.device_budget) if holdings.device_budget else context.peak
-    return max(peak, declared, context.bytes)
+    coming = sum(m.bytes for m in context.members if m.parked)
+    return max(peak, context.bytes, context.use + coming if coming < context.bytes else 0)
+
+
+def restores_into(holdings: Holdings, job: JobId, declared: int) -> int:
+    """The room that a restore of ``job`` must find."""
+    context = find(holdings, job)
+    known = 0 if context is None or isinstance(context.place, Lost) else least(holdings, context)
+    return max(need_of(holdings, job, declared), known)
 
 
 def need_of(holdings: Holdings, job: JobId, declared: int) -> int:

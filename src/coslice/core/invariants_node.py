@@ -21,6 +21,7 @@ from coslice.core.holdings import (
     fits_beside,
     need_of,
     others,
+    restores_into,
 )
 from coslice.core.ids import JobId
 from coslice.core.outcome import Step
@@ -121,7 +122,7 @@ def _of_restore(after: Holdings, *, job: JobId) -> list[str]:
     if context is None or op is None or not isinstance(context.place, Returning) or not context.ready:
         return [f"a restore of {job} starts that the state does not know of"]
     beside = others(after, job)
-    if not fits_beside(after, job, need_of(after, job, op.need), beside):
+    if not fits_beside(after, job, restores_into(after, job, op.need), beside):
         return [f"a restore of {job} starts without room beside {[c.job for c in beside]}"]
     return []
 

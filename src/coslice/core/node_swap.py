@@ -26,6 +26,7 @@ from coslice.core.holdings import (
     need_of,
     others,
     residuals,
+    restores_into,
     saved_bytes,
     taken,
 )
@@ -53,17 +54,17 @@ def _next_move(turn: NodeTurn, op: Operation) -> bool:
     if context is not None and op.need > context.need:
         turn.put(replace(context, need=op.need))
         return True
-    least = need if context is None else max(need, context.bytes)  # also of an unknown need
-    if held.device_budget and least > held.device_budget:
-        return _no_room(turn, op, least, beside=0)
+    room = restores_into(held, op.job, op.need)
+    if held.device_budget and room > held.device_budget:
+        return _no_room(turn, op, room, beside=0)
     if (evictee := _to_evict(held, op, need)) is not None:
         _evict(turn, op, evictee, need)
         return True
     if context is None or not _must_return(context):
         _done(turn, op, context, need)
         return True
-    if not fits_beside(held, op.job, need or least, others(held, op.job)):
-        return _await_room(turn, op, need or least)
+    if not fits_beside(held, op.job, room, others(held, op.job)):
+        return _await_room(turn, op, room)
     try_restore(turn, op, context)
     return True
 
