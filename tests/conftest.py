@@ -1,6 +1,6 @@
-"""Settings for all tests. Hypothesis runs the same examples every time: a test that fails fails for everybody.
+"""Settings for all tests. Hypothesis runs the same examples every time: what fails, fails for everybody.
 
-``HYPOTHESIS_PROFILE=search`` draws new examples instead, many of them: for looking for what nobody thought of.
+``HYPOTHESIS_PROFILE=search`` draws new examples instead, many of them, to find what nobody thought of.
 """
 
 import os

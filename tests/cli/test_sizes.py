@@ -35,6 +35,10 @@ def test_what_we_print_we_can_read(size: int) -> None:
 @given(st.text())
 def test_any_text_is_a_size_or_a_clear_error(text: str) -> None:
     try:
-        assert parse_size(text) > 0
+        size = parse_size(text)
     except ConfigError as error:
-        assert repr(text) in str(error)
+        size, words = 1, str(error)
+    else:
+        words = repr(text)
+    assert size > 0
+    assert repr(text) in words
