@@ -136,6 +136,13 @@ def test_the_report_says_what_was_missed_and_how_it_was_calibrated() -> None:
     assert "1 of 11 targets missed" in bad
 
 
+def test_a_disturbed_measurement_is_called_so() -> None:
+    round_ = _round()
+    assert "other processes" not in _report(_figures(round_))
+    _busy(round_.solo["job-b"], 0.60)
+    assert "other processes kept the accelerator's core busy for up to 15%" in _report(_figures(round_))
+
+
 def test_the_journal_gives_swaps_bytes_and_held_time(tmp_path: Path) -> None:
     def line(
         t: float, event: dict[str, object], occupancy: str, job: str, reasons: tuple[object, ...] = ()

@@ -19,6 +19,8 @@ SLOWDOWN = 1.10
 SOLO_DUTY = (0.42, 0.48)
 HOST_CPU = 0.7
 REWARD_RISE = 0.15
+DISTURBED = 0.03
+"""Share of the accelerator's time that others may take before the figures deserve a warning."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,12 @@ class Figures:
         return max(block.host_cpu for r in self.rounds for block in [*r.solo.values(), r.shared])
 
     @property
+    def taken_by_others(self) -> float:
+        """The highest share of a block's time that processes not ours kept the accelerator's core busy."""
+        blocks = [block for r in self.rounds for block in [*r.solo.values(), r.shared]]
+        return max(max(0.0, block.core_busy_s - block.section_cpu_s) / block.window.wall for block in blocks)
+
+    @property
     def solo_wall_s(self) -> float:
         return _mean(sum(block.wall for block in round_.solo.values()) for round_ in self.rounds)
 
@@ -223,6 +231,7 @@ class Figures:
             "host_cpu": self.host_cpu,
             "solo_wall_s": self.solo_wall_s,
             "shared_wall_s": self.shared_wall_s,
+            "taken_by_others": self.taken_by_others,
             "unmoved_because": self.unmoved_because,
             "digests": {job: sorted({run.digest for run in self.runs(job)}) for job in self.jobs},
             "rewards": {job: self.runs(job)[-1].rewards for job in self.jobs},

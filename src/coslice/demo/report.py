@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coslice.demo.calibration import DUTY
+from coslice.demo.figures import DISTURBED
 from coslice.demo.view import sparkline
 from coslice.sizes import format_size
 
@@ -17,20 +18,26 @@ def print_report(console: Console, result: "Result") -> None:
     console.print()
     console.print(_jobs(result))
     console.print(_figures(result))
-    targets = result.figures.targets()
+    figures = result.figures
+    targets = figures.targets()
     missed = [target for target in targets if not target.met]
     if missed:
         which = "; ".join(f"{target.name} {target.value} (wanted {target.wanted})" for target in missed)
         console.print(f"[bold red]{len(missed)} of {len(targets)} targets missed[/]: {which}")
     else:
         console.print(f"[bold green]all {len(targets)} targets met[/]")
+    if figures.taken_by_others > DISTURBED:
+        console.print(
+            "[yellow]other processes kept the accelerator's core busy for up to "
+            f"{figures.taken_by_others:.0%} of a block: duty and slowdown are theirs as much as ours; run it again on an idle machine[/]"
+        )
     _fine_print(console, result)
 
 
 def _jobs(result: "Result") -> Table:
     figures = result.figures
-    table = Table(title="Each job, alone and sharing", title_justify="left")
-    for column in ("job", "task", "step alone → sharing", "slowdown", "reward", "parameters"):
+    table = Table(title="Each job, alone → sharing", title_justify="left")
+    for column in ("job", "task", "step", "slowdown", "reward", "parameters"):
         table.add_column(column, no_wrap=True)
     for plan in result.plans:
         job, last = plan.name, figures.rounds[-1]
