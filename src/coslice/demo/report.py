@@ -29,7 +29,8 @@ def print_report(console: Console, result: "Result") -> None:
     if figures.taken_by_others > DISTURBED:
         console.print(
             "[yellow]other processes kept the accelerator's core busy for up to "
-            f"{figures.taken_by_others:.0%} of a block: duty and slowdown are theirs as much as ours; run it again on an idle machine[/]"
+            f"{figures.taken_by_others:.0%} of a block: duty and slowdown are theirs as much as ours; "
+            "run it again on an idle machine[/]"
         )
     _fine_print(console, result)
 
