@@ -1,0 +1,320 @@
+"""When two states of an explored world are the same: a key in which only what can matter is left.
+
+Epochs, versions of facts and numbers of requests are replaced by their rank (the machines only compare them,
+and new ones are above all others), times by what is left of them, prose and statistics are dropped, and so is
+what nobody can refer to any more (an old report, an old yield, an abandoned request). Jobs are equal, nodes
+are equal: of all ways to name them the least key is taken.
+"""
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from itertools import groupby, permutations, product
+from typing import Any
+
+import msgspec
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.group import Group, Held, Resident, Swapping
+from coslice.core.group_state import active, record_of, view_of
+from coslice.core.holdings import Context, Leaving, Live, Lost, Operation, Returning, Saved
+from coslice.core.ids import Epoch, JobId, NodeId
+from coslice.core.policy import Waiter
+from coslice.sim import wire
+from coslice.sim.client import Client
+from coslice.sim.joint import World
+from coslice.sim.node import Node, Served
+
+Key = bytes
+Part = tuple[Any, ...]
+"""Nested tuples of numbers, truth values and names of kinds."""
+
+_STATES = {state: i for i, state in enumerate(ev.ContextState)}
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def key_of(world: World, extra: Sequence[tuple[int, ...]], common: tuple[int, ...]) -> Key:
+    """``extra``: what the explorer knows of each job, in the setup's order; ``common``: of the whole."""
+    return min(_Naming(world, order, extra, common).key() for order in _orders(world, extra))
+
+
+def _orders(world: World, extra: Sequence[tuple[int, ...]]) -> Iterable[tuple[JobId, ...]]:
+    """The ways to name the jobs that need to be tried: those that a look from outside does not tell apart."""
+    marks = sorted(
+        (_mark(world, job, known), job) for job, known in zip(world.setup.jobs, extra, strict=True)
+    )
+    ties = [[job for _, job in group] for _, group in groupby(marks, key=lambda mark: mark[0])]
+    for choice in product(*(permutations(tie) for tie in ties)):
+        yield tuple(job for tie in choice for job in tie)
+
+
+def _mark(world: World, job: JobId, known: tuple[int, ...]) -> Part:
+    """The same for the same job under another name."""
+    group = world.shell.locks[world.setup.groups[0]]
+    place = next((i for i, w in enumerate(group.waiters) if w.job == job), -1)
+    now = group.occupancy
+    busy = isinstance(now, Held | Resident) and now.job == job
+    busy = busy or (isinstance(now, Swapping) and now.incoming == job)
+    client = next((c for c in world.clients.values() if c.job == job), None)
+    doing = (-1,) if client is None else (client.inside, client.ask is not None, len(client.stream.down))
+    there = sorted(
+        next((_kind(c) for c in s.holdings.contexts if c.job == job), -1)
+        for node in world.nodes.values()
+        for s in node.served.values()
+    )
+    return known, place, busy, doing, tuple(there)
+
+
+def _kind(context: Context) -> int:
+    return (Live, Leaving, Saved, Returning, Lost).index(type(context.place))
+
+
+class _Naming:
+    """The world with its jobs numbered in one order."""
+
+    def __init__(
+        self, world: World, order: tuple[JobId, ...], extra: Sequence[tuple[int, ...]], common: Part
+    ) -> None:
+        self.world, self.common = world, common
+        self.job: dict[str, int] = {job: i for i, job in enumerate(order)} | {"": -1}
+        self.order = order
+        self.extra = dict(zip(world.setup.jobs, extra, strict=True))
+        self.group: Group = world.shell.locks[world.setup.groups[0]]
+        self.requests: dict[str, list[int]] = {}
+        self.epochs: list[int] = []
+
+    def key(self) -> Key:
+        """The epochs stand in lists beside the parts, in the order of the walk: only they are ranked."""
+        whole = (self.common, self._lock(), tuple([self._job(job) for job in self.order]))
+        mentioned = [self.epochs]
+        nodes = []
+        for node in self.world.nodes.values():
+            self.epochs = []
+            nodes.append(self._node(node))
+            mentioned.append(self.epochs)
+        rank = {epoch: i for i, epoch in enumerate(sorted({0}.union(*mentioned)))}
+        ranks = [[rank[epoch] for epoch in epochs] for epochs in mentioned]
+        packed = sorted(_encode((node, r)) for node, r in zip(nodes, ranks[1:], strict=True))
+        return blake2b(_encode((whole, ranks[0])) + b"".join(packed), digest_size=16).digest()
+
+    # ── numbers that stand for something ──
+
+    def _epoch(self, epoch: int) -> bool:
+        self.epochs.append(epoch)
+        return True
+
+    def _request(self, name: str) -> Part:
+        """Of a job's requests only equality counts: which one it is in the order of this walk."""
+        session, number = name.rsplit("/", 1)
+        seen = self.requests.setdefault(session, [])
+        if int(number) not in seen:
+            seen.append(int(number))
+        return self.job[session.split(".")[0]], seen.index(int(number))
+
+    # ── the lock ──
+
+    def _lock(self) -> Part:
+        group, now = self.group, self.group.occupancy
+        on: Part
+        match now:
+            case Held():
+                shares = tuple(
+                    (self._request(h.request), h.state, h.confirmed, h.confirm_by is not None)
+                    for h in now.holders
+                )
+                on = ("held", self.job[now.job], self._epoch(now.epoch), shares)
+            case Swapping():
+                waiter = None if now.waiter is None else self._waiter(now.waiter)
+                on = (
+                    "swapping",
+                    self.job[now.incoming],
+                    self.job[now.outgoing or ""],
+                    self._epoch(now.epoch),
+                    waiter,
+                )
+            case Resident(job=job):
+                on = ("resident", self.job[job])
+            case _:
+                on = ("empty",)
+        waiting = tuple((self.job[w.job], self._waiter(w)) for w in group.waiters)
+        return on, waiting, self._epoch(group.epoch)
+
+    def _waiter(self, waiter: Waiter) -> Part:
+        return tuple(self._request(a.request) for a in waiter.asks), waiter.attempts
+
+    # ── a job: its client, its record, its session ──
+
+    def _job(self, job: JobId) -> Part:
+        record = record_of(self.group, job)
+        client = next((c for c in self.world.clients.values() if c.job == job), None)
+        pending = set() if client is None else {epoch for g in client.givings for _, epoch in g.leases}
+        known: Part = ()
+        if record is not None:
+            yields = tuple(self._epoch(y.epoch) for y in record.yields if y.epoch in pending)
+            known = (len(record.sessions), record.fault is not None, yields)
+        lost = any(s.session.startswith(f"{job}.") for s in self.group.lost)
+        person = next((p for p in self.world.shell.people.values() if p.job == job), None)
+        met = () if person is None else (person.connected, len(person.groups))
+        return self.extra[job], known, lost, met, () if client is None else self._client(client)
+
+    def _client(self, client: Client) -> Part:
+        asks = {a.request for w in self.group.waiters for a in w.asks}
+        now = self.group.occupancy
+        if isinstance(now, Held):
+            asks |= {h.request for h in active(now)}
+        if isinstance(now, Swapping) and now.waiter is not None:
+            asks |= {a.request for a in now.waiter.asks}
+        return (
+            client.stream.live,
+            client.stream.greeted,
+            None if client.ask is None else self._request(client.ask.request),
+            tuple((self._request(r), self._epoch(e)) for r, e in client.holds.values()),
+            client.inside,
+            tuple(self._epoch(epoch) for giving in client.givings for _, epoch in giving.leases),
+            tuple(self._request(r) for r in client.abandons if r in asks),
+            client.refused is not None,
+            tuple(self._server(m) for m in client.stream.down),
+        )
+
+    def _server(self, message: wire.Down) -> Part:
+        match message:
+            case wire.Granted():
+                epochs = tuple(self._epoch(epoch) for _, epoch in message.leases)
+                return "granted", self._request(message.request), epochs
+            case wire.LeaseLost():
+                return "lost", self._epoch(message.epoch)
+            case wire.Welcome():
+                return "welcome", tuple(self._epoch(epoch) for _, epoch in message.held)
+            case wire.Refused():
+                return "refused", self._request(message.request)
+            case wire.Yielded():
+                return "yielded", self._request(message.ident)
+            case _:
+                return (type(message).__name__,)
+
+    # ── a node: what the lock knows of it, its stream, its holdings, the truth ──
+
+    def _node(self, node: Node) -> Part:
+        view = view_of(self.group, node.name)
+        now, served = self.group.occupancy, next(iter(node.served.values()))
+        versions = sorted(self._versions(node, served))
+        seen: Part = ()
+        if view is not None:
+            facts = self._facts(view.facts, versions)
+            seen = (view.attached, self._epoch(view.outstanding), facts)
+        pending = isinstance(now, Swapping) and node.name in now.pending
+        stuck = tuple(self.job[s.job] for s in self.group.stuck if s.node == node.name)
+        stream = node.stream
+        down = tuple(
+            (self.job[m.command.job], self._epoch(m.command.epoch))
+            for m in stream.down
+            if isinstance(m, wire.Told)
+        )
+        back = tuple(self._said(m, versions) for m in stream.back if isinstance(m, wire.Said))
+        talk = (stream.live, stream.greeted, node.name in self.world.shell.attached, down, back)
+        return seen, pending, stuck, talk, self._holdings(served, down), self._truth(served)
+
+    def _versions(self, node: Node, served: Served) -> set[int]:
+        found = {0, served.holdings.version}
+        view = view_of(self.group, node.name)
+        if view is not None:
+            found.add(view.facts.version)
+        for message in node.stream.back:
+            if isinstance(message, wire.Said) and message.event.facts is not None:
+                found.add(message.event.facts.version)
+        return found
+
+    def _facts(self, facts: ev.NodeFacts | None, versions: list[int]) -> Part:
+        if facts is None:
+            return ()
+        there = tuple((self.job[c.job], _STATES[c.state]) for c in facts.contexts)
+        return versions.index(facts.version), there
+
+    def _said(self, said: wire.Said, versions: list[int]) -> Part:
+        event = said.event
+        facts = self._facts(event.facts, versions)
+        match event:
+            case ev.OpSucceeded():
+                return "done", self._epoch(_epoch_in(event.op)), facts
+            case ev.OpFailed():
+                return "failed", self._epoch(_epoch_in(event.op)), self.job[event.culprit], event.stuck, facts
+            case _:
+                return "facts", facts
+
+    def _holdings(self, served: Served, down: Part) -> Part:
+        held = served.holdings
+        contexts = tuple(self._context(served, context) for context in held.contexts)
+        said: Part = ()
+        now = self.group.occupancy
+        wanted = now.epoch if isinstance(now, Held | Swapping) else 0
+        if held.finished is not None:
+            told = {m.command.epoch for m in self._told(served.holdings.node)}
+            if held.finished.epoch == wanted or held.finished.epoch in told:
+                culprit = held.finished.culprit if isinstance(held.finished, fx.ReportFailed) else JobId("")
+                kind = isinstance(held.finished, fx.ReportDone)
+                said = (kind, self._epoch(held.finished.epoch), self.job[culprit])
+        ops = tuple(self._operation(op) for op in (held.running, held.queued))
+        recent = tuple(self.job[job] for job in held.recent)
+        return contexts, said, ops, recent, self._epoch(held.epoch)
+
+    def _told(self, node: NodeId) -> list[wire.Told]:
+        return [m for m in self.world.nodes[node].stream.down if isinstance(m, wire.Told)]
+
+    def _operation(self, op: Operation | None) -> Part:
+        return () if op is None else (self.job[op.job], self._epoch(op.epoch), op.restores)
+
+    def _context(self, served: Served, context: Context) -> Part:
+        members = tuple((m.parked, m.seen) for m in context.members)
+        place = context.place
+        what: Part
+        match place:
+            case Live(whole=whole):
+                what = (whole, self._prose(place.reason))
+            case Leaving():
+                since = place.stuck_since
+                what = (
+                    place.attempt,
+                    place.effort,
+                    round(place.until - served.at, 3),
+                    None if since is None else round(since - served.at, 3),
+                    place.touched,
+                    len(place.of),
+                    self._prose(place.reason),
+                )
+            case Returning():
+                what = (
+                    place.attempt,
+                    place.effort,
+                    round(place.until - served.at, 3),
+                    self._prose(place.reason),
+                )
+            case _:
+                what = ()
+        return self.job[context.job], _kind(context), members, context.use > 0, what
+
+    def _prose(self, reason: str) -> str:
+        for job, number in self.job.items():
+            if job and reason:
+                reason = reason.replace(job, f"#{number}")
+        return reason
+
+    def _truth(self, served: Served) -> Part:
+        alive = sorted(
+            (self.job[p.job], p.parked, p.kept == p.content, p.lost) for p in served.device.alive.values()
+        )
+        asked: Part = ()
+        if served.asked is not None:
+            asked = (
+                self.job[served.asked.job],
+                isinstance(served.asked, fx.RunSnapshot),
+                self._epoch(_epoch_in(served.asked.op)),
+                served.asked.attempt,
+                len(served.asked_of),
+            )
+        news = tuple((type(e).__name__, self.job[getattr(e, "job", "")]) for e in served.news)
+        return tuple(alive), asked, tuple(self.job[j] for j in served.kills), news
+
+
+def _epoch_in(op: str) -> Epoch:
+    """``group/epoch/node``."""
+    return Epoch(int(op.split("/")[1]))
