@@ -12,6 +12,7 @@ only confirm (a welcome, an answer to a yield) none stays on the way; losing one
 stream. Time is what may end: any deadline that runs may pass at any moment, within the stated number.
 """
 
+import gc
 import time
 from array import array
 from collections import deque
@@ -62,6 +63,16 @@ class Explorer:
         self._waits = bytearray()
 
     def run(self) -> Figures:
+        """To the end, or to the limit. Nothing here is in a cycle: the collector would look in vain."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return self._run()
+        finally:
+            if collects:
+                gc.enable()
+
+    def _run(self) -> Figures:
         began, figures = time.monotonic(), self.figures
         self._add(self._start, -1, "")
         frontier: deque[tuple[int, int, Explored]] = deque([(0, 0, self._start)])

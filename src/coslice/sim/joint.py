@@ -43,7 +43,7 @@ class World:
         self.setup, self.story, self.now = setup, story, 0.0
         locks = {g: new_group(g, nodes=setup.nodes, rules=setup.rules) for g in setup.groups}
         policies = {g: policy_named(setup.policy) for g in setup.groups}
-        self.shell = Shell(locks, policies, story, self.judge)
+        self.shell = Shell(locks, policies, story)
         self.nodes = {
             n: Node(n, {g: Served(g, n, setup.node_rules, setup.capacity, story) for g in setup.groups})
             for n in setup.nodes
@@ -60,7 +60,6 @@ class World:
         new = World.__new__(World)
         new.setup, new.story, new.now, new.fuse = self.setup, self.story, self.now, self.fuse
         new.shell = self.shell.copy()
-        new.shell.judge = new.judge
         new.nodes = {name: node.copy() for name, node in self.nodes.items()}
         new.clients = {session: client.copy() for session, client in self.clients.items()}
         new.starts, new.gone = self.starts.copy(), self.gone.copy()
@@ -271,6 +270,9 @@ class World:
 
     def flush(self) -> None:
         """Carry out what the orchestrator decided, unless it dies over it."""
+        for group, grant in self.shell.grants:
+            self._judge(group, grant)
+        self.shell.grants.clear()
         out, self.shell.out = self.shell.out, []
         for peer, message in out:
             if self.fuse == 0:
@@ -284,11 +286,11 @@ class World:
                 client.stream.answer(message)
         self.check()
 
-    def judge(self, group: GroupId, state: Group, grant: fx.Grant) -> None:
+    def _judge(self, group: GroupId, grant: fx.Grant) -> None:
         """At the moment of every grant: the job's state is loaded, and has room, wherever it is."""
         if grant.request in self.gone:
             raise Violation(f"5: {grant.request} is granted after its caller left")
-        for name in state.nodes:
+        for name in self.shell.locks[group].nodes:
             if name not in self.nodes:
                 continue
             device = self.nodes[name].served[group].device

@@ -6,7 +6,6 @@ the order in which events are posted, as the driver does, each event saved befor
 """
 
 from collections import deque
-from collections.abc import Callable
 
 import msgspec
 from msgspec import Struct
@@ -54,17 +53,14 @@ class Person(Struct):
         return Person(self.job, self.incarnation, self.connected, self.forget_at, asked, self.groups)
 
 
-Granted = Callable[[GroupId, Group, fx.Grant], None]
-
-
 class Shell:
     __slots__ = (
         "at",
         "attached",
         "born",
         "due",
+        "grants",
         "inbox",
-        "judge",
         "locks",
         "out",
         "people",
@@ -73,20 +69,20 @@ class Shell:
         "story",
     )
 
-    def __init__(
-        self, groups: dict[GroupId, Group], policies: dict[GroupId, Policy], story: Story, judge: Granted
-    ) -> None:
-        self.locks, self.policies, self.story, self.judge = groups, policies, story, judge
+    def __init__(self, groups: dict[GroupId, Group], policies: dict[GroupId, Policy], story: Story) -> None:
+        self.locks, self.policies, self.story = groups, policies, story
         self.at = self.born = 0.0
         self.due: dict[GroupId, float | None] = {}
         self.people: dict[SessionId, Person] = {}
         self.attached: set[NodeId] = set()
         self.inbox: deque[tuple[GroupId, ev.GroupEvent]] = deque()
         self.out: list[tuple[str, wire.Down]] = []
+        self.grants: list[tuple[GroupId, fx.Grant]] = []
+        """Not judged yet."""
         self.rejected: Rejected | None = None
 
     def copy(self) -> "Shell":
-        new = Shell(self.locks.copy(), self.policies, self.story, self.judge)
+        new = Shell(self.locks.copy(), self.policies, self.story)
         new.at, new.born, new.due = self.at, self.born, self.due.copy()
         new.people = {session: person.copy() for session, person in self.people.items()}
         new.attached = self.attached.copy()
@@ -143,7 +139,7 @@ class Shell:
     # ── answers ──
 
     def _granted(self, group: GroupId, grant: fx.Grant) -> None:
-        self.judge(group, self.locks[group], grant)
+        self.grants.append((group, grant))
         person = self.people.get(grant.session)
         asked = person.asked.get(grant.request) if person is not None else None
         lease = (group, grant.epoch)
