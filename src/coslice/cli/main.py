@@ -267,6 +267,44 @@ def replay(
     write_replay(journal, out)
 
 
+@app.command()
+def chaos(
+    seeds: Annotated[int, typer.Option(min=1, help="How many runs.")] = 1000,
+    start: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(metavar="ONE", help="Replay one seed and print its whole story.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
+) -> None:
+    """Shake the real cores in a simulated cluster: crashes, lost messages, failing moves."""
+    from coslice.cli.chaos import run_chaos
+
+    raise typer.Exit(run_chaos(seeds=seeds, start=start, out=json, one=seed, workers=workers))
+
+
+@app.command()
+def explore(
+    nodes: Annotated[int, typer.Option(min=1, max=3)] = 2,
+    jobs: Annotated[int, typer.Option(min=1, max=4)] = 3,
+    acquires: Annotated[int, typer.Option(min=1, help="Acquires of each job.")] = 2,
+    troubles: Annotated[int, typer.Option(min=0, help="Troubles in one run, of all kinds together.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Stop then, incomplete.")] = float("inf"),
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
+) -> None:
+    """Walk the real cores through every order of events of a small cluster."""
+    from coslice.cli.explore import run_explore
+
+    status = run_explore(
+        nodes=nodes, jobs=jobs, acquires=acquires, troubles=troubles, seconds=seconds, out=json
+    )
+    raise typer.Exit(status)
+
+
 @bench_app.command()
 def handoff(
     nodes: Annotated[int, typer.Option(min=1, max=16, help="Agents, each a process of its own.")] = 1,

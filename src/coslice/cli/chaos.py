@@ -1,0 +1,117 @@
+"""``coslice chaos``: many seeds of the simulated system under trouble, spread over worker processes.
+
+Prints how often each kind of trouble struck: a quiet run shall not pass for a good one. A seed that fails
+prints its last decisions with their reasons, and ``--seed`` replays it alone, from the first one.
+"""
+
+import json
+import multiprocessing
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from coslice.sim.chaos import EVENTS, Outcome, run_seed
+
+console = Console(highlight=False)
+SHOWN = 3
+"""Failing seeds whose story is printed; all are named."""
+WHOLE = 100_000
+
+
+def run_chaos(*, seeds: int, start: int, out: Path | None, one: int | None, workers: int) -> int:
+    """The exit status: 0, 1 if an invariant was broken, 130 if interrupted (with the figures so far)."""
+    if one is not None:
+        return _replay(one, out)
+    began = time.monotonic()
+    outcomes, interrupted = _run(range(start, start + seeds), workers)
+    figures = _figures(outcomes, time.monotonic() - began) | {"start": start, "workers": workers}
+    _print(figures, outcomes)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+    if interrupted:
+        console.print(f"interrupted after {len(outcomes)} of {seeds} seeds")
+        return 130
+    return 1 if figures["violations"] else 0
+
+
+def _replay(seed: int, out: Path | None) -> int:
+    outcome = run_seed(seed, kept=WHOLE, tell=True)
+    for line in outcome.story:
+        console.print(line, markup=False, soft_wrap=True)
+    verdict = outcome.violation or "no invariant was broken; everybody was served"
+    console.print(f"seed {seed}: {outcome.events} events. {verdict}", markup=False, soft_wrap=True)
+    if out is not None:
+        out.write_text(json.dumps(_figures([outcome], 0.0) | {"start": seed, "workers": 1}, indent=1) + "\n")
+    return 1 if outcome.violation else 0
+
+
+def _run(seeds: range, workers: int) -> tuple[list[Outcome], bool]:
+    outcomes: list[Outcome] = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("seeds", total=len(seeds))
+        with multiprocessing.get_context("spawn").Pool(workers, initializer=_leave_ctrl_c_to_us) as pool:
+            try:
+                for outcome in pool.imap_unordered(run_seed, seeds, chunksize=10):
+                    outcomes.append(outcome)
+                    bad = sum(1 for o in outcomes[-1:] if o.violation)
+                    if bad:
+                        progress.console.print(f"seed {outcome.seed}: {outcome.violation}", markup=False)
+                    progress.advance(task)
+            except KeyboardInterrupt:
+                pool.terminate()
+                return sorted(outcomes, key=lambda o: o.seed), True
+    return sorted(outcomes, key=lambda o: o.seed), False
+
+
+def _leave_ctrl_c_to_us() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _figures(outcomes: list[Outcome], seconds: float) -> dict[str, object]:
+    faults: Counter[str] = Counter()
+    for outcome in outcomes:
+        faults.update(outcome.faults)
+    failing = [o.seed for o in outcomes if o.violation]
+    return {
+        "seeds": len(outcomes),
+        "violations": len(failing),
+        "seeds_per_s": round(len(outcomes) / seconds, 2) if seconds else 0.0,
+        "events": sum(o.events for o in outcomes),
+        "events_per_seed_at_least": min((o.events for o in outcomes if not o.violation), default=0),
+        "faults": dict(sorted(faults.items())),
+        "failing_seeds": failing,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _print(figures: dict[str, object], outcomes: list[Outcome]) -> None:
+    failing = [o for o in outcomes if o.violation]
+    for outcome in failing[:SHOWN]:
+        console.print(f"\nseed {outcome.seed}: {outcome.violation}", markup=False, soft_wrap=True)
+        for line in outcome.story:
+            console.print(line, markup=False, soft_wrap=True)
+        console.print(f"replay it alone: coslice chaos --seed {outcome.seed}")
+    table = Table("trouble", "times", title="What struck", title_justify="left")
+    faults = figures["faults"]
+    assert isinstance(faults, dict)
+    for kind, times in faults.items():
+        table.add_row(kind, f"{times:,}")
+    console.print(table)
+    console.print(
+        f"{figures['seeds']} seeds, {figures['events']:,} events (at least {EVENTS} in each storm), "
+        f"{figures['seeds_per_s']} seeds/s with {figures.get('workers')} workers: "
+        f"{figures['violations']} violations"
+    )
+    if failing:
+        console.print(f"failing seeds: {', '.join(str(o.seed) for o in failing)}")

@@ -1,0 +1,99 @@
+"""``coslice explore``: every order of events of a small world, and what it was made of.
+
+Prints the alphabet and the bounds first: an exhaustive search says only as much as its alphabet.
+"""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from coslice.sim.alphabet import LETTERS, Budget, Explored
+from coslice.sim.explore import Explorer, Figures
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+
+def run_explore(
+    *,
+    nodes: int,
+    jobs: int,
+    out: Path | None,
+    acquires: int = 2,
+    troubles: int = 1,
+    seconds: float = float("inf"),
+) -> int:
+    """The exit status: 0, 1 if a state is wrong or stuck, 2 if the search did not end, 130 if interrupted."""
+    budget = Budget(together=troubles)
+    console.print(
+        f"{nodes} nodes, {jobs} jobs, {acquires} acquires each. Trouble in one run: at most {troubles} of\n"
+        f"  {_bounds(budget)}",
+        markup=False,
+    )
+    explorer = Explorer(
+        Explored.begin(nodes=nodes, jobs=jobs, acquires=acquires, budget=budget),
+        seconds=seconds,
+        progress=_progress,
+    )
+    interrupted = False
+    try:
+        explorer.run()
+    except KeyboardInterrupt:
+        interrupted = True
+    figures = explorer.figures
+    _print(figures)
+    if out is not None:
+        out.write_text(json.dumps(_as_json(figures, nodes, jobs, acquires, budget), indent=1) + "\n")
+    if interrupted:
+        return 130
+    if figures.violations or figures.stuck_states:
+        return 1
+    return 0 if figures.complete else 2
+
+
+def _bounds(budget: Budget) -> str:
+    kinds = ("crashes", "failures", "losses", "doubles", "cancels", "deaths", "delays")
+    return ", ".join(f"{getattr(budget, kind)} {kind}" for kind in kinds)
+
+
+def _progress(figures: Figures, waiting: int) -> None:
+    errors.print(
+        f"{figures.states:,} states, {figures.edges:,} steps, depth {figures.depth}, {waiting:,} to go, "
+        f"{figures.seconds:.0f} s",
+        end="\r" if errors.is_terminal else "\n",
+    )
+
+
+def _as_json(figures: Figures, nodes: int, jobs: int, acquires: int, budget: Budget) -> dict[str, object]:
+    return {
+        "nodes": nodes,
+        "jobs": jobs,
+        "acquires": acquires,
+        "states": figures.states,
+        "complete": figures.complete,
+        "violations": figures.violations,
+        "stuck_states": figures.stuck_states,
+        "alphabet": {letter: figures.letters.get(letter, 0) for letter in LETTERS},
+        "budget": {"in one run": budget.together, "of": _bounds(budget)},
+        "edges": figures.edges,
+        "depth": figures.depth,
+        "waiting_states": figures.waiting_states,
+        "seconds": round(figures.seconds, 1),
+    }
+
+
+def _print(figures: Figures) -> None:
+    for story in figures.stories:
+        console.print("\nthe shortest way to a broken state:", *[f"  {step}" for step in story], sep="\n")
+    table = Table("letter", "steps", title="Alphabet", title_justify="left")
+    for letter in LETTERS:
+        table.add_row(letter, f"{figures.letters.get(letter, 0):,}")
+    console.print(table)
+    state = "complete" if figures.complete else "NOT complete"
+    console.print(
+        f"{state}: {figures.states:,} states ({figures.waiting_states:,} with a waiter), "
+        f"{figures.edges:,} steps, {figures.violations} violations, {figures.stuck_states} stuck states, "
+        f"{figures.seconds:.0f} s"
+    )
