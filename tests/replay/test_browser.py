@@ -48,7 +48,7 @@ def test_the_demo_page_shows_the_figures_of_its_summary(browser: object, tmp_pat
     render(sample.write(tmp_path / "journal.jsonl", demo=True), tmp_path / "page.html")
     _open(browser, tmp_path / "page.html")
     tiles = _text(browser, ".tile b")
-    assert tiles[:4] == ["87.5 %", "45 / 44 %", "89.0 %", "1.020 / 1.030"]
+    assert tiles[:4] == ["87.5 %", "45 / 44 %", "89.0 %", "1.02 / 1.03"]
     assert "45.0 %" in tiles
     assert "identical" in tiles
     kinds = browser.execute_script(  # type: ignore[attr-defined]
