@@ -24,6 +24,9 @@ from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
 GROUP = "accelerator"
 SILENCE = 120.0
+WARM_UP = 2
+"""Steps of a block that are not measured: building and warming up, and then jobs that all began at once have
+to fall into step with each other."""
 """A block in which no process says anything for so long (seconds) has failed."""
 HostCpu = Callable[[], float]
 
@@ -95,8 +98,7 @@ class JobRun:
 
     @property
     def step_seconds(self) -> list[float]:
-        """The first step, with building and warming up, is nobody's steady state."""
-        return [step.end - step.begin for step in self.steps[1:]]
+        return [step.end - step.begin for step in self.steps[WARM_UP:]]
 
 
 @dataclass
@@ -110,9 +112,9 @@ class Block:
 
     @property
     def window(self) -> Window:
-        """From when every job has its first step behind it to when the first of them ends."""
+        """From when every job has its first steps behind it to when the first of them ends."""
         return Window(
-            max(run.steps[0].end for run in self.runs.values()),
+            max(run.steps[WARM_UP - 1].end for run in self.runs.values()),
             min(run.steps[-1].end for run in self.runs.values()),
         )
 

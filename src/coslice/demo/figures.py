@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coslice.demo.blocks import GROUP, Block, JobRun
+from coslice.demo.blocks import GROUP, WARM_UP, Block, JobRun
 from coslice.replay.model import build
 from coslice.runtime.journal import read_journal
 
@@ -256,7 +256,7 @@ class Figures:
 
 
 def _block(block: Block) -> dict[str, Any]:
-    wall = block.window.wall
+    wall, runs = block.window.wall, block.runs.items()
     return {
         "useful_duty": block.useful_duty,
         "core_busy_duty": block.core_busy_s / wall,
@@ -264,9 +264,9 @@ def _block(block: Block) -> dict[str, Any]:
         "host_cpu": block.host_cpu,
         "wall_s": block.wall,
         "window_s": wall,
-        "step_s": {job: run.step_seconds for job, run in block.runs.items()},
-        "section_s": {job: [s.end - s.begin for s in run.sections[1:]] for job, run in block.runs.items()},
-        "section_cpu_s": {job: [s.cpu for s in run.sections[1:]] for job, run in block.runs.items()},
+        "step_s": {job: run.step_seconds for job, run in runs},
+        "section_s": {job: [s.end - s.begin for s in run.sections[WARM_UP:]] for job, run in runs},
+        "section_cpu_s": {job: [s.cpu for s in run.sections[WARM_UP:]] for job, run in runs},
     }
 
 

@@ -84,7 +84,7 @@ def _fine_print(console: Console, result: "Result") -> None:
     console.print(
         "[dim]How: useful duty is the smaller of two accounts by the kernel, of the accelerator's "
         "core and of the threads inside accelerator sections, over the wall time in which all jobs are past "
-        "their first step; swaps do not count. Calibrated before the blocks: a section takes "
+        "their first two steps; swaps do not count. Calibrated before the blocks: a section takes "
         f"{calibration.section_s:.2f} s here ({calibration.questions} questions × 16 answers), so each "
         f"verifier checks {calibration.rate:.0f} answers/s, which aims at {DUTY:.0%} busy duty alone. A job "
         f"keeps {format_size(calibration.state_bytes)} of state and takes up to "
