@@ -17,7 +17,7 @@ from coslice.demo.processes import Child, Children
 
 DUTY = 0.45
 """The share of a step that a job alone spends on the accelerator."""
-SECTIONS = 8
+SECTIONS = 7
 ROUND_TRIP = 0.006
 """Seconds per step off the accelerator beside the verifier's: JSON, HTTP, the report."""
 SAMPLE_EVERY = 0.004

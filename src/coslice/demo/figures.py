@@ -153,8 +153,11 @@ class Figures:
 
     @property
     def taken_by_others(self) -> float:
-        """The highest share of a block's time that processes not ours kept the accelerator's core busy."""
-        blocks = [block for r in self.rounds for block in [*r.solo.values(), r.shared]]
+        """The highest share of a solo block's time that processes not ours kept the accelerator's core busy.
+
+        In a shared block the core also helps to move state, which cannot be told from others' work.
+        """
+        blocks = [block for round_ in self.rounds for block in round_.solo.values()]
         return max(max(0.0, block.core_busy_s - block.section_cpu_s) / block.window.wall for block in blocks)
 
     @property
