@@ -34,7 +34,7 @@ PAUSE = 0.4
 
 @dataclass(frozen=True)
 class Verifier:
-    """Where answers are scored: a service, or (``port`` 0, to calibrate) this process, after a short pause."""
+    """Where answers are scored: a service, or (``port`` 0, to calibrate) this process, after a pause."""
 
     task: str
     port: int
