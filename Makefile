@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo and the tests need one framework build; any torch >= 2.6 works for your own jobs.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test test-chromium check bench protos docs clean
+.PHONY: demo test test-chromium check bench mutants protos docs clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,9 @@ check: $(VENV)/.installed         ## ruff, mypy strict, import contracts
 bench: $(VENV)/.installed         ## latencies, as ratios to an echo of the same run
 	$(BIN)/coslice bench handoff --nodes 1
 	$(BIN)/coslice bench handoff --nodes 8
+
+mutants: $(VENV)/.installed       ## put nine classic defects back: chaos or exploration alone must find each
+	$(BIN)/python tools/mutants.py
 
 protos:                           ## regenerate src/coslice/wire/v1 with a pinned compiler
 	test -d .venv-protos || $(PYTHON) -m venv .venv-protos

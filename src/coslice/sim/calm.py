@@ -45,8 +45,12 @@ class Calm:
                 break
             due = world.next_due()
             if due > until:
-                waiting = [c.session for c in world.clients.values() if c.ask is not None]
-                raise Violation(f"8: never answered, {self.bound():.0f} s after the last fault: {waiting}")
+                missed = [
+                    c.session
+                    for c in world.clients.values()
+                    if c.ask is not None or c.session not in self.asked
+                ]
+                raise Violation(f"8: not served, {self.bound():.0f} s after the last fault: {missed}")
             world.advance(max(0.0, due - world.now))
         else:
             raise Violation("8: they go round in circles")

@@ -41,7 +41,7 @@ class Figures(Struct, kw_only=True):
 
 
 class Explorer:
-    """``limit``: states at most; ``seconds``: stop then, incomplete."""
+    """``limit``: states at most; ``seconds``: stop then, incomplete; ``progress`` hears now and then."""
 
     def __init__(
         self,
@@ -50,8 +50,10 @@ class Explorer:
         limit: int = 5_000_000,
         seconds: float = float("inf"),
         progress: Callable[[Figures, int], None] = lambda figures, waiting: None,
+        every: int = 2000,
     ) -> None:
         self.figures = Figures()
+        self._every = every
         self._start, self._limit, self._seconds, self._progress = start, limit, seconds, progress
         self._number: dict[Key, int] = {}
         self._parent = array("l")
@@ -81,7 +83,7 @@ class Explorer:
             figures.depth = depth
             for move in moves(state):
                 self._follow(number, depth, state, move, frontier)
-            if number % 2000 == 0:
+            if number % self._every == 0:
                 figures.seconds = time.monotonic() - began
                 self._progress(figures, len(frontier))
                 if figures.states > self._limit or figures.seconds > self._seconds:
