@@ -525,6 +525,18 @@ def test_a_lost_job_whose_memory_is_seen_to_be_gone_is_in_nobodys_way() -> None:
     assert node.command(B) == [restore(node, B)]
 
 
+def test_a_half_restored_job_is_not_taken_for_saved_because_of_what_its_processes_said_before() -> None:
+    node = swapped_out(rules=NodeRules(retries=0))
+    node.command(A)
+    node.snapshot_done(B, 60)
+    failed(node.restore_failed(A))
+    node.register(A, 10, pid=7, parked=True)
+    assert node.state(A) is ContextState.LEAVING, "a part of it may be on the device"
+    node.gone(A, pid=7)
+    assert node.state(A) is ContextState.LEAVING
+    assert node.command(B) == [snapshot(node, A)]
+
+
 # ── processes ──────────────────────────────────────────────────────────────
 
 

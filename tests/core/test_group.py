@@ -270,6 +270,7 @@ def test_a_part_of_a_larger_request_is_confirmed_when_that_is_complete() -> None
     a = w.client("a1", job="a")
     w.ask(a, more=True)
     assert a.holding
+    assert [grant.more for grant in effects(w, fx.Grant)] == [True]
     w.wait(60)
     assert isinstance(w.group.occupancy, Held)
     w.apply(ev.AcquireCompleted(at=w.now, request=a.holding[0]))

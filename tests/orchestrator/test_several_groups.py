@@ -5,7 +5,13 @@ import asyncio
 from orchestrator.raw_client import RawClient
 from orchestrator.world import World
 
+from coslice.core import effects as fx
+from coslice.core.effects import Reason, ReasonCode
+from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, RequestId, SessionId
+from coslice.orchestrator import convert
 from coslice.orchestrator.config import GroupConfig
+from coslice.orchestrator.outbox import Outbox
+from coslice.orchestrator.sessions import Session
 from coslice.testing.fake_agent import failing, gated
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -171,3 +177,33 @@ async def test_a_repeated_request_is_no_breach_of_the_order(world: World) -> Non
     await a.granted(await a.ask("samplers", request="r2"))
     again = await a.granted(await a.ask("trainers", request="r1"))
     assert [lease.group for lease in again.leases] == ["trainers"]
+
+
+def test_a_part_that_is_granted_before_the_client_repeats_its_request_is_not_taken_for_the_answer() -> None:
+    """After a restart a swap may end before the client, back already, has said again what it asked for."""
+    who = convert.Identity(
+        job=JobId("job-a"),
+        incarnation=Incarnation("i"),
+        session=SessionId("s"),
+        node="n0",
+        pid=1,
+        start_time=1,
+        rank=0,
+    )
+    session, said = Session(who), []
+    session.outbox = Outbox()
+    session.outbox.put = said.append  # type: ignore[method-assign]
+    grant = fx.Grant(
+        request=RequestId("s/1"),
+        session=who.session,
+        job=who.job,
+        epoch=Epoch(3),
+        restored=False,
+        waited=0.0,
+        bytes_in=0,
+        bytes_out=0,
+        reason=Reason(ReasonCode.GRANTED_SWAPPED, ""),
+        more=True,
+    )
+    session.perform(GroupId("trainers"), grant)
+    assert said == []

@@ -97,6 +97,8 @@ class Grant(_Effect, frozen=True, kw_only=True):
     bytes_in: int
     bytes_out: int
     reason: Reason
+    more: bool = False
+    """Of a request for several groups: it is no answer to the client before all are granted."""
 
 
 class Refuse(_Effect, frozen=True, kw_only=True):

@@ -65,6 +65,8 @@ class Live(Struct, frozen=True, tag=True):
     whole: bool = True
     """False: part of it may be in host memory, so it must be restored before it is granted."""
     reason: str = ""
+    sure: bool = True
+    """False: a move ended half-way: where each process has its state is not known until the next succeeds."""
 
 
 class Leaving(Struct, frozen=True, kw_only=True, tag=True):

@@ -201,6 +201,7 @@ def _tell(turn: Turn, held: Held, holder: Holder, reason: fx.Reason) -> None:
             bytes_in=held.bytes_in,
             bytes_out=held.bytes_out,
             reason=reason,
+            more=holder.more,
         )
     )
 

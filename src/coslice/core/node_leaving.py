@@ -114,4 +114,6 @@ def kill(turn: NodeTurn, context: Context, place: Leaving) -> None:
 
 
 def _stays(place: Leaving) -> Live:
-    return Live(whole=False, reason=f"may be half moved: {place.reason}") if place.touched else Live()
+    if not place.touched:
+        return Live()
+    return Live(whole=False, reason=f"may be half moved: {place.reason}", sure=False)

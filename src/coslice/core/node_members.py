@@ -73,9 +73,10 @@ def _ends_with(turn: NodeTurn, context: Context, event: ev.MemberRegistered) -> 
 
 
 def settled(context: Context) -> Context:
-    """Where the state is follows from where the processes say theirs is, unless it is being moved."""
+    """Where the state is follows from where the processes say theirs is, unless it is being moved, or a move
+    of it ended half-way."""
     place = context.place
-    if not isinstance(place, Live | Saved):
+    if not isinstance(place, Live | Saved) or (isinstance(place, Live) and not place.sure):
         return context
     parked = [m.parked for m in context.members]
     if all(parked):

@@ -32,7 +32,7 @@ def take_back(turn: NodeTurn, context: Context) -> None:
     op = turn.holdings.running
     assert op is not None
     turn.amend(restores=op.restores - 1)
-    turn.move(context, Live(whole=False, reason="it is not known to be back"))
+    turn.move(context, Live(whole=False, reason="it is not known to be back", sure=False))
 
 
 def restore_failed(
@@ -56,7 +56,7 @@ def restore_failed(
             if pause <= 0
             else None
         )
-    turn.move(context, Live(whole=False, reason=f"may be half restored: {reason}"))
+    turn.move(context, Live(whole=False, reason=f"may be half restored: {reason}", sure=False))
     text = f"{context.job} did not come back after {place.attempt} attempts: {reason}"
     return fail(turn, op, ReasonCode.JOB_FAULTED, text, culprit=context.job, pid=pid_of(context))
 
@@ -66,4 +66,4 @@ def returning_overdue(turn: NodeTurn, context: Context, place: Returning) -> Non
         timeout = turn.holdings.rules.restore_timeout
         return restore_failed(turn, context, place, f"no answer within {timeout:g} s")
     # Room is judged again before the next attempt: a part may have come in.
-    return turn.move(context, Live(whole=False, reason=place.reason))
+    return turn.move(context, Live(whole=False, reason=place.reason, sure=False))

@@ -77,6 +77,8 @@ class Session:
     def _granted(self, group: GroupId, grant: fx.Grant) -> None:
         asked = self.asked.get(grant.request)
         lease = convert.lease(group, grant)
+        if asked is None and grant.more:
+            return  # we have restarted, and the client has yet to repeat what it asked for
         if asked is None or asked.task is None:
             self.send(convert.granted(grant.request, [lease]))
             if asked is not None:

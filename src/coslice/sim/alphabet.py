@@ -32,10 +32,17 @@ _IN = ("fails", "half", "lost", "silent")
 TRIVIAL = (wire.Welcome, wire.Yielded, wire.ShouldYield, wire.Refused, wire.Rejected)
 
 
+KINDS = ("crashes", "failures", "losses", "doubles", "cancels", "deaths", "delays")
+
+
 class Budget(Struct, frozen=True):
-    """How much trouble is left for a run: of each kind, and all together."""
+    """How much trouble is left for a run: of each kind, and all together.
+
+    Two in one run must be of the kinds named in ``pairs``; any other is the only one of its run.
+    """
 
     together: int = 2
+    pairs: tuple[str, ...] = KINDS
     crashes: int = 1
     failures: int = 1
     losses: int = 1
@@ -45,15 +52,20 @@ class Budget(Struct, frozen=True):
     delays: int = 1
 
     def spend(self, kind: str) -> "Budget":
-        return replace(self, together=self.together - 1, **{kind: getattr(self, kind) - 1})
+        rest = self.together - 1 if kind in self.pairs else 0
+        return replace(self, together=rest, **{kind: getattr(self, kind) - 1})
 
     def has(self, kind: str) -> bool:
-        return self.together > 0 and getattr(self, kind) > 0
+        if self.together <= 0 or getattr(self, kind) <= 0:
+            return False
+        spent = any(getattr(self, k) != getattr(FULL, k) for k in self.pairs)
+        return not spent or kind in self.pairs
 
     def numbers(self) -> tuple[int, ...]:
-        kinds = (self.crashes, self.failures, self.losses, self.doubles)
-        rest = (self.cancels, self.deaths, self.delays)
-        return (self.together, *kinds, *rest) if self.together else (0,)
+        return (self.together, *(getattr(self, kind) for kind in KINDS)) if self.together else (0,)
+
+
+FULL = Budget()
 
 
 class Move(Struct, frozen=True):

@@ -143,6 +143,8 @@ class Shell:
         person = self.people.get(grant.session)
         asked = person.asked.get(grant.request) if person is not None else None
         lease = (group, grant.epoch)
+        if asked is None and grant.more:
+            return  # this process has not heard the whole request yet
         if asked is None or len(asked.groups) == 1:
             if asked is not None:
                 asked.taken = (lease,)
