@@ -85,7 +85,7 @@ def test_a_memory_that_holds_both_moves_nothing_and_says_why(folder: Path) -> No
     assert "nothing was moved, because" in output
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_in_the_middle_it_leaves_nothing(folder: Path, signum: signal.Signals) -> None:
     process = _demo(folder)
     assert process.stdout is not None

@@ -83,11 +83,13 @@ class Children:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # A second Ctrl-C must not keep us from stopping what we started.
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
         try:
             self._stack.close()
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
 
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, anywhere: bool = False

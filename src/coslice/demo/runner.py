@@ -67,7 +67,7 @@ class Result:
 def main(options: DemoOptions) -> int:
     """Run and report. 0: sharing changed nothing; 1: some job's parameters differ; 130: interrupted."""
     view = View()
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = {signum: signal.signal(signum, _interrupt) for signum in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with view:
             result = run_demo(options, view)
@@ -75,7 +75,8 @@ def main(options: DemoOptions) -> int:
         view.console.print("interrupted; everything that was started is stopped")
         return 130
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
     print_report(view.console, result)
     if options.json is not None:
         Path(options.json).write_text(json.dumps(result.as_json(), indent=2) + "\n")
@@ -160,7 +161,7 @@ def _section_s(options: DemoOptions) -> float:
     """Longer where every hand-over counts, because nobody leaves the accelerator idle meanwhile."""
     if options.quick:
         return 0.5
-    return 1.15 if _contended(options) else 0.85
+    return 1.35 if _contended(options) else 0.85
 
 
 def _rounds(options: DemoOptions) -> int:

@@ -72,8 +72,11 @@ class View(Listener):
 
     def step(self, job: str, record: StepRecord) -> None:
         row = self._rows[job]
-        row.where = "wants the accelerator" if self._shared else "between"
         row.rewards.append(record.reward)
+        if len(row.rewards) == row.plan.steps:
+            row.where = "done"
+        else:
+            row.where = "wants the accelerator" if self._shared else "between steps"
 
     def ended(self, job: str) -> None:
         row = self._rows[job]
