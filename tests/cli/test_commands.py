@@ -182,3 +182,12 @@ def _status_until(address: str, wanted: "object") -> dict[str, object]:
         watch.kill()
         watch.wait()
     raise AssertionError("the status stream ended")
+
+
+def test_without_the_servers_packages_the_command_says_what_to_install() -> None:
+    """In a training image only the client may be there."""
+    code = "import sys; sys.modules['typer'] = None; from coslice.cli.entry import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "coslice[server]" in result.stderr
+    assert "Traceback" not in result.stderr

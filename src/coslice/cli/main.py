@@ -1,5 +1,6 @@
 """The ``coslice`` command. Each sub-command imports what it needs only when it runs."""
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +37,21 @@ Orchestrator = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 DEFAULT_ORCHESTRATOR = "127.0.0.1:50051"
 DEFAULT_AGENT = "127.0.0.1:9001"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"coslice {importlib.metadata.version('coslice')}")
+        raise typer.Exit
+
+
+@app.callback()
+def coslice(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
