@@ -32,6 +32,7 @@ check: $(VENV)/.installed         ## ruff, mypy strict, import contracts
 bench: $(VENV)/.installed         ## latencies, as ratios to an echo of the same run
 	$(BIN)/coslice bench handoff --nodes 1
 	$(BIN)/coslice bench handoff --nodes 8
+	$(BIN)/coslice bench driver
 
 mutants: $(VENV)/.installed       ## put nine classic defects back: chaos or exploration alone must find each
 	$(BIN)/python tools/mutants.py

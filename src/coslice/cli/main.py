@@ -335,6 +335,20 @@ def handoff(
     bench_handoff(nodes=nodes, rounds=rounds, out=json)
 
 
+@bench_app.command()
+def driver(
+    groups: Annotated[int, typer.Option(min=1, help="Groups, each with two jobs that take turns.")] = 100,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure.")] = 5.0,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
+) -> None:
+    """Hand-overs a second through lock, driver, journal and SQLite FULL, without wire and agents."""
+    from coslice.cli.bench_driver import bench_driver
+
+    bench_driver(groups=groups, seconds=seconds, out=json)
+
+
 def main() -> None:
     """Entry point: an error of ours is one line on standard error, never a traceback."""
     try:

@@ -1,16 +1,12 @@
-"""How many hand-overs a second one process carries: the real lock machine, driver, journal and SQLite with
+"""``coslice bench driver``: how many hand-overs a second one process carries: the real lock machine, driver, journal and SQLite with
 ``synchronous=FULL``, without wire and agents. Two jobs take turns on each of many groups; a node answers at
 once.
-
-    python benchmarks/driver_bench.py [--groups 100] [--seconds 5] [--store PATH|:memory:] [--no-journal]
-    [--json]
 
 A hand-over is everything from one job's yield to the other's confirmed grant: yield, swap command, its
 success, grant, confirmation, and the next request of the job that yielded. ``uncontended_ms``: one group
 alone, from an acquire to its durable grant, beside ``save_ms``, one bare save of the same bytes.
 """
 
-import argparse
 import asyncio
 import functools
 import json
@@ -42,7 +38,7 @@ NODE = NodeId("node-0")
 class Table:
     """One group, its node and its jobs: each hands on as soon as it is granted."""
 
-    def __init__(self, name: str, store: Store, journal: Journal | None) -> None:
+    def __init__(self, name: str, store: Store, journal: Journal) -> None:
         self.hand_overs = 0
         self.requests = 0
         self.playing = False
@@ -58,7 +54,7 @@ class Table:
             clock=CLOCK,
             save=self._slot.save,
             perform=self._perform,
-            record=None if journal is None else self._record,
+            record=self._record,
         )
         self.tell = self.driver.tell
         self.tell(ev.NodeAttached(at=CLOCK.now(), node=NODE, epoch=Epoch(0), facts=ev.NodeFacts()))
@@ -92,20 +88,19 @@ class Table:
         return ev.LeaseYielded(at=CLOCK.now(), job=grant.job, session=grant.session, epoch=grant.epoch)
 
     def _record(self, at: float, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
-        assert self._journal is not None
         self._journal.record(self.driver.name, at, event, step, {"epoch": step.state.epoch})
 
 
-async def many(args: argparse.Namespace, store: Store, journal: Journal | None) -> dict[str, float]:
-    tables = [Table(f"group-{n:03}", store, journal) for n in range(args.groups)]
+async def many(store: Store, journal: Journal, *, groups: int, seconds: float) -> dict[str, float]:
+    tables = [Table(f"group-{n:03}", store, journal) for n in range(groups)]
     tasks = [asyncio.create_task(table.driver.run()) for table in tables]
     for table in tables:
         table.playing = True
         for job in ("job-a", "job-b"):
             table.tell(table.request(JobId(job)))
-    await asyncio.sleep(args.seconds / 5)  # warm
+    await asyncio.sleep(seconds / 5)  # warm
     before, commits, begun, cpu = _count(tables), _commits(store), time.monotonic(), time.process_time()
-    await asyncio.sleep(args.seconds)
+    await asyncio.sleep(seconds)
     took, used = time.monotonic() - begun, time.process_time() - cpu
     done, commits = _count(tables) - before, _commits(store) - commits
     for table in tables:
@@ -117,14 +112,14 @@ async def many(args: argparse.Namespace, store: Store, journal: Journal | None) 
     if broken:
         raise broken[0]
     return {
-        "hand_overs_per_s": round(done / took, 1),
+        "handoffs_per_s": round(done / took, 1),
         "commits_per_s": round(commits / took, 1),
         "cpu": round(used / took, 3),
         "slowest_group": min(table.hand_overs for table in tables),
     }
 
 
-async def alone(store: Store, journal: Journal | None, rounds: int = 300) -> dict[str, Any]:
+async def alone(store: Store, journal: Journal, rounds: int = 300) -> dict[str, Any]:
     table = Table("alone", store, journal)
     task = asyncio.create_task(table.driver.run())
     job, acquired, yielded, saved = JobId("job-a"), [], [], []
@@ -164,38 +159,23 @@ def _commits(store: Store) -> int:
     return int(getattr(store, "commits", 0))
 
 
-async def bench(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    store = make_store(args.store or folder / "bench.db")
+async def bench(folder: Path, *, groups: int, seconds: float) -> dict[str, Any]:
+    store = make_store(folder / "bench.db")
     await store.load()
-    journal = None
-    if not args.no_journal:
-        journal = Journal(folder / "journal.jsonl", orchestrator="bench")
-        journal.open(CLOCK.now())
-    result: dict[str, Any] = {"groups": args.groups}
+    journal = Journal(folder / "journal.jsonl", orchestrator="bench")
+    journal.open(CLOCK.now())
+    result: dict[str, Any] = {"groups": groups}
     result |= await alone(store, journal)
-    result |= await many(args, store, journal)
-    if journal is not None:
-        journal.close()
+    result |= await many(store, journal, groups=groups, seconds=seconds)
+    journal.close()
     await store.close()
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--groups", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--store", help="default: a fresh file in the current folder")
-    parser.add_argument("--no-journal", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+def bench_driver(*, groups: int, seconds: float, out: Path | None) -> None:
     with tempfile.TemporaryDirectory(dir=".", prefix=".driver-bench-") as folder:  # a real disk, not a tmpfs
-        result = asyncio.run(bench(args, Path(folder)))
-    if args.json:
-        print(json.dumps(result))
-        return
+        result = asyncio.run(bench(Path(folder), groups=groups, seconds=seconds))
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
     for key, value in result.items():
         print(f"{key:18} {value}")
-
-
-if __name__ == "__main__":
-    main()
