@@ -1,6 +1,7 @@
-"""``coslice bench driver``: how many hand-overs a second one process carries: the real lock machine, driver, journal and SQLite with
-``synchronous=FULL``, without wire and agents. Two jobs take turns on each of many groups; a node answers at
-once.
+"""``coslice bench driver``: how many hand-overs a second one process carries.
+
+The real lock machine, driver, journal and SQLite with ``synchronous=FULL``, without wire and agents. Two jobs
+take turns on each of many groups; a node answers at once.
 
 A hand-over is everything from one job's yield to the other's confirmed grant: yield, swap command, its
 success, grant, confirmation, and the next request of the job that yielded. ``uncontended_ms``: one group
