@@ -6,9 +6,9 @@ by steps that are no trouble.
 
 What is left out, and why nothing is lost by it. What a client says is heard as it is said: it does nothing in
 between that others could see, and a message lost on the way is the same as one said after the stream broke.
-An agent takes no step of its own while its last word is still on its way to the orchestrator: such a step
-touches its node only, and so commutes with everything until its own word arrives. Of several messages that
-only confirm (a welcome, an answer to a yield) none stays on the way; losing one is explored as a breaking
+What an agent says is heard as it is said: until its word arrives its step is seen by its own node only, so
+the step may as well come later; an agent that dies before it could speak is a letter of its own. No message
+that only confirms (a welcome, an answer to a yield) stays on the way; losing one is explored as a breaking
 stream. Time is what may end: any deadline that runs may pass at any moment, within the stated number.
 """
 
