@@ -470,7 +470,7 @@ def _learns(state: Explored, move: Move) -> None:
 
 def _process_returns(state: Explored, move: Move) -> None:
     node, served = state.node(move.who)
-    served.register(served.unseen()[move.index])
+    served.returns(served.unseen()[move.index])
     state.world.after_node(node, GROUP)
 
 

@@ -11,9 +11,8 @@ from msgspec import Struct
 
 from coslice.core import effects as fx
 from coslice.core.context import NodeRules
-from coslice.core.group import Group, GroupRules, Held, new_group
-from coslice.core.group_state import view_of
-from coslice.core.ids import GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
+from coslice.core.group import GroupRules, Held, new_group
+from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
 from coslice.core.policy import policy_named
 from coslice.sim import wire
 from coslice.sim.client import Client
@@ -37,7 +36,7 @@ class Setup(Struct, frozen=True, kw_only=True):
 
 
 class World:
-    __slots__ = ("clients", "fuse", "gone", "nodes", "now", "setup", "shell", "starts", "story")
+    __slots__ = ("clients", "fuse", "gone", "leased", "nodes", "now", "setup", "shell", "starts", "story")
 
     def __init__(self, setup: Setup, story: Story) -> None:
         self.setup, self.story, self.now = setup, story, 0.0
@@ -53,6 +52,8 @@ class World:
         """How often each job was started."""
         self.gone: set[RequestId] = set()
         """Requests that the orchestrator heard to be given up: never to be granted again."""
+        self.leased: dict[GroupId, tuple[Epoch, tuple[NodeId, ...]]] = {}
+        """The nodes that the present lease is for; one that joins later may be made right under it."""
         self.fuse = -1
         """The orchestrator dies when it has carried out so many effects more; -1: not soon."""
 
@@ -62,7 +63,7 @@ class World:
         new.shell = self.shell.copy()
         new.nodes = {name: node.copy() for name, node in self.nodes.items()}
         new.clients = {session: client.copy() for session, client in self.clients.items()}
-        new.starts, new.gone = self.starts.copy(), self.gone.copy()
+        new.starts, new.gone, new.leased = self.starts.copy(), self.gone.copy(), self.leased.copy()
         return new
 
     # ── jobs ──
@@ -290,15 +291,12 @@ class World:
         """At the moment of every grant: the job's state is loaded, and has room, wherever it is."""
         if grant.request in self.gone:
             raise Violation(f"5: {grant.request} is granted after its caller left")
-        for name in self.shell.locks[group].nodes:
-            if name not in self.nodes:
-                continue
-            device = self.nodes[name].served[group].device
-            mine = device.of(grant.job)
+        for node, served in self._served(group):
+            device, mine = served.device, served.device.of(grant.job)
             if any(p.parked for p in mine):
-                raise Violation(f"2: {grant.job} is granted {group}, but parked on {name}")
+                raise Violation(f"2: {grant.job} is granted {group}, but parked on {node.name}")
             if mine and device.total(but=grant.job) + device.need(grant.job) > device.capacity:
-                raise Violation(f"3: {grant.job} is granted {group}, and may outgrow {name}")
+                raise Violation(f"3: {grant.job} is granted {group}, and may outgrow {node.name}")
 
     def check(self) -> None:
         """What only the whole can show, of the present moment."""
@@ -330,15 +328,11 @@ class World:
     def _served(self, group: GroupId) -> Iterator[tuple[Node, Served]]:
         """The nodes that a holder of the group uses."""
         state = self.shell.locks[group]
-        for name in state.nodes:
-            node = self.nodes.get(name)
-            if node is not None and not _joins(state, name):
+        held, names = state.occupancy, state.nodes
+        if isinstance(held, Held):
+            epoch, before = self.leased.get(group, (0, ()))
+            names = tuple(n for n in before if n in names) if epoch == held.epoch else names
+            self.leased[group] = (held.epoch, names)
+        for name in names:
+            if (node := self.nodes.get(name)) is not None:
                 yield node, node.served[group]
-
-
-def _joins(state: Group, name: NodeId) -> bool:
-    """A node that came to the group under the lease is told only then to load its holder."""
-    view, held = view_of(state, name), state.occupancy
-    if view is None or not isinstance(held, Held):
-        return False
-    return view.outstanding == held.epoch or not (view.attached or view.facts.version)

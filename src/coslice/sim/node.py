@@ -194,8 +194,11 @@ class Served:
             )
         )
 
-    def reconnect(self, process: Process) -> None:
-        if not process.lost:
+    def returns(self, process: Process) -> None:
+        """It dials an agent that was restarted. One whose state is lost has nothing to offer, and ends."""
+        if process.lost:
+            self.bury(process.pid)
+        else:
             self.register(process)
 
     def unseen(self) -> list[Process]:
@@ -310,7 +313,8 @@ class Served:
             self.hear(ev.RestoreFailed(at=self.at, job=job, op=op, attempt=attempt, reason=how, lost=lost))
 
     def _move_in(self, job: JobId, processes: list[Process]) -> None:
-        self.device.check_room(job, self.name)
+        if processes:
+            self.device.check_room(job, self.name)
         for process in processes:
             self.device.move_in(process, self.name)
 

@@ -204,7 +204,7 @@ class Storm:
             served.learn(int(self.rng.random() * len(served.news)))
             self.world.after_node(node, served.group)
         elif unseen := served.unseen():
-            served.register(unseen[int(self.rng.random() * len(unseen))])
+            served.returns(unseen[int(self.rng.random() * len(unseen))])
             self.world.after_node(node, served.group)
         else:
             return False
@@ -314,12 +314,12 @@ class Storm:
             world.leave(client)
             return
         world.compute(client)
-        group = rng.choice(client.using)
-        if not world.is_current(client, group):
+        if not client.on:
             return
-        node = world.nodes[rng.choice(world.setup.nodes)]
+        group, name = rng.choice(client.on)
+        node = world.nodes[name]
         served = node.served[group]
-        if not node.alive or node.hung or node.name not in world.shell.locks[group].nodes:
+        if not world.is_current(client, group) or not node.alive or node.hung:
             return
         size = rng.randint(1, 60) * MIB
         if not served.device.of(client.job):
