@@ -80,6 +80,7 @@ class Device:
         return total + sum(self.extra.get(job, 0) for job in here)
 
     def check_room(self, job: JobId, where: str) -> None:
+        """A restore of the whole job begins."""
         beside, need = self.total(but=job), self.need(job)
         if beside + need > self.capacity:
             raise Violation(
@@ -95,6 +96,8 @@ class Device:
     def move_in(self, process: Process, where: str) -> None:
         if not process.parked:
             return
+        if self.total() - self.residual.get(process.pid, 0) + process.bytes > self.capacity:
+            raise Violation(f"3: process {process.pid} of {process.job} runs out of memory on {where}")
         if process.kept != process.content:
             raise Violation(
                 f"6: process {process.pid} of {process.job} on {where} gets back content {process.kept}, "

@@ -32,6 +32,7 @@ class Served:
     """One group on one node."""
 
     __slots__ = (
+        "_facts",
         "asked",
         "asked_of",
         "at",
@@ -51,6 +52,7 @@ class Served:
     def __init__(self, group: GroupId, node: NodeId, rules: NodeRules, capacity: int, story: Story) -> None:
         self.group, self.story, self.name = group, story, f"{node}/{group}"
         self.holdings = Holdings(group=group, node=node, device_budget=capacity, rules=rules)
+        self._facts = (self.holdings, facts(self.holdings))
         self.device = Device(capacity)
         self.at = 0.0
         self.due: float | None = None
@@ -71,6 +73,12 @@ class Served:
         new.device = self.device.copy()
         new.kills, new.news, new.out = self.kills.copy(), self.news.copy(), self.out.copy()
         return new
+
+    def facts(self) -> ev.NodeFacts:
+        """The machine's word on what is here."""
+        if self._facts[0] is not self.holdings:
+            self._facts = (self.holdings, facts(self.holdings))
+        return self._facts[1]
 
     # ── the machine, and what its effects do ──
 
@@ -104,7 +112,7 @@ class Served:
                 case fx.FreeBuffers():
                     self._free(effect)
                 case fx.PushFacts():
-                    said = ev.NodeReported(at=0.0, node=self.holdings.node, facts=facts(self.holdings))
+                    said = ev.NodeReported(at=0.0, node=self.holdings.node, facts=self.facts())
                     self.out.append(Said(self.group, said))
 
     def _ask(self, effect: Move) -> None:
@@ -117,7 +125,7 @@ class Served:
             self.device.check_room(effect.job, self.name)
 
     def _report(self, effect: fx.ReportDone | fx.ReportFailed) -> None:
-        now, node = facts(self.holdings), self.holdings.node
+        now, node = self.facts(), self.holdings.node
         if isinstance(effect, fx.ReportDone):
             done = ev.OpSucceeded(
                 at=0.0,
@@ -273,7 +281,7 @@ class Served:
             for process in [] if inside else there:
                 self.device.move_out(process)
         else:
-            self._move_in(effect.job, there)
+            self._move_in(there)
 
     def _snapshot(self, effect: fx.RunSnapshot, there: list[Process], how: str, leaves: int) -> None:
         op, job, attempt, device = effect.op, effect.job, effect.attempt, self.device
@@ -299,7 +307,7 @@ class Served:
 
     def _restore(self, effect: fx.RunRestore, there: list[Process], how: str) -> None:
         op, job, attempt = effect.op, effect.job, effect.attempt
-        self._move_in(job, there if how == "ok" else there[:1] if how in ("half", "silent") else [])
+        self._move_in(there if how == "ok" else there[:1] if how in ("half", "silent") else [])
         if how == "ok" and there:
             size = sum(p.bytes for p in there)
             self.hear(
@@ -312,9 +320,7 @@ class Served:
                     process.lost = True
             self.hear(ev.RestoreFailed(at=self.at, job=job, op=op, attempt=attempt, reason=how, lost=lost))
 
-    def _move_in(self, job: JobId, processes: list[Process]) -> None:
-        if processes:
-            self.device.check_room(job, self.name)
+    def _move_in(self, processes: list[Process]) -> None:
         for process in processes:
             self.device.move_in(process, self.name)
 
@@ -356,7 +362,7 @@ class Served:
         device, total = self.device, self.device.total()
         if total > device.capacity:
             raise Violation(f"3: {self.name} uses {total // MIB} of {device.capacity // MIB} MiB")
-        said = {c.job: c.state for c in facts(self.holdings).contexts}
+        said = {c.job: c.state for c in self.facts().contexts}
         known: dict[MemberId, ContextState] = {}
         for context in self.holdings.contexts:
             for member in context.members:
@@ -397,7 +403,7 @@ class Node:
         return new
 
     def dial(self) -> None:
-        offers = tuple((s.group, Epoch(s.holdings.epoch), facts(s.holdings)) for s in self.served.values())
+        offers = tuple((s.group, Epoch(s.holdings.epoch), s.facts()) for s in self.served.values())
         self.stream.open(Hello(offers))
 
     def publish(self) -> None:
@@ -424,7 +430,7 @@ class Node:
             node=self.name,
             culprit=command.job,
             reason="refused: overtaken",
-            facts=facts(served.holdings),
+            facts=served.facts(),
         )
         served.out.append(Said(served.group, failed))
 
