@@ -166,6 +166,7 @@ def _bind(config: OrchestratorConfig) -> tuple[grpc.aio.Server, str]:
             ("grpc.max_send_message_length", 4 * config.max_message_bytes),
             ("grpc.keepalive_time_ms", every),
             ("grpc.keepalive_timeout_ms", every),
+            ("grpc.http2.ping_timeout_ms", every),  # by default 60 s, and it is this one that gRPC obeys
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", every // 2),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", every // 2),
