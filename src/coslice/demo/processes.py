@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,26 @@ from coslice.errors import OperationFailed
 
 _PR_SET_PDEATHSIG = 1
 STOP_TIMEOUT = 10.0
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Signals that ask us to end are heard after the block: what it does must not be left half done.
+
+    Without it a signal during a fork is lost: Python ignores exceptions in the hooks that libraries run there.
+    """
+    heard: list[int] = []
+    before: dict[int, Any] = {}
+    try:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before[signum] = signal.getsignal(signum)
+            signal.signal(signum, lambda signum, _frame: heard.append(signum))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+    if heard:
+        raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)
@@ -83,13 +103,8 @@ class Children:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # A second Ctrl-C must not keep us from stopping what we started.
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        previous = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
-        try:
+        with interrupts_deferred():
             self._stack.close()
-        finally:
-            for signum, handler in previous.items():
-                signal.signal(signum, handler)
 
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, anywhere: bool = False
@@ -104,7 +119,7 @@ class Children:
             os.sched_setaffinity(0, self._all_cpus if anywhere else self._cpus)
 
         errors = self._folder / f"{name}.err"
-        with errors.open("w") as file:
+        with interrupts_deferred(), errors.open("w") as file:
             process = subprocess.Popen(
                 command,
                 # What libraries leave behind goes away with our folder.
@@ -117,8 +132,8 @@ class Children:
                 # Not in the terminal's foreground group: Ctrl-C is the demo's, which then stops its children.
                 start_new_session=True,
             )
-        child = Child(name, process, errors)
-        self._stack.callback(child.stop)
+            child = Child(name, process, errors)
+            self._stack.callback(child.stop)
         threading.Thread(target=self._read, args=(child,), name=f"read {name}", daemon=True).start()
         return child
 
