@@ -11,6 +11,7 @@ where they share one. No group named means all of them.
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -132,6 +133,8 @@ class Gate:
         return next((s for s in reversed(tuple(self._sections)) if s.thread == thread), None)
 
     def _run_hooks(self) -> None:
+        if sys.is_finalizing():  # a generator closed by the end of the interpreter: modules are gone already
+            return
         for hook in list(self._hooks):
             try:
                 hook()

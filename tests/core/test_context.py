@@ -225,7 +225,11 @@ def test_what_a_job_registered_is_not_what_it_will_use_until_it_had_a_turn() -> 
     assert node.command(B) == [snapshot(node, A)]
     node.snapshot_done(A, 10)
     node.measure(B, 60)
-    assert node.command(A) == [snapshot(node, B)], "A had no turn that we know of: its need is unknown"
+    assert node.command(A) == [snapshot(node, B)], "A declared nothing: it may grow to anything"
+    node.snapshot_done(B, 10)
+    node.restore_done(A, 10)
+    node.measure(A, 12)
+    assert node.command(B) == [snapshot(node, A)], "what A used so far may be its building only"
 
 
 def test_a_state_that_cannot_fit_is_not_restored_for_want_of_a_declared_need() -> None:

@@ -1,6 +1,7 @@
 """The ``coslice`` command. Each sub-command imports what it needs only when it runs."""
 
 import importlib.metadata
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -351,6 +352,7 @@ def driver(
 
 def main() -> None:
     """Entry point: an error of ours is one line on standard error, never a traceback."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core prints what we say better
     try:
         app()
     except ConfigError as error:

@@ -19,7 +19,7 @@ import grpc
 from coslice.cli.rpc import agent_status, group_status
 from coslice.core.ids import check_name
 from coslice.errors import ConfigError, JobRunning, UnknownGroup
-from coslice.sizes import parse_size
+from coslice.sizes import format_size, parse_size
 from coslice.wire.v1 import coslice_pb2 as pb
 
 _PR_SET_PDEATHSIG = 1
@@ -53,6 +53,7 @@ def run_job(options: RunOptions) -> int:
             "moved from this node; start one with `coslice up` or `coslice agent`",
             file=sys.stderr,
         )
+    _refuse_if_too_big(need, groups, node)
     environment = job_environment(
         os.environ,
         job=job,
@@ -63,7 +64,10 @@ def run_job(options: RunOptions) -> int:
         agent=options.agent if node is not None else "",
         cpus=_accelerator_cpus(node, groups),
     )
-    return _supervise(command, environment, _host_cpus(_accelerator_cpus(node, groups)))
+    code = _supervise(command, environment, _host_cpus(_accelerator_cpus(node, groups)))
+    if code == 128 + signal.SIGKILL:
+        _say_who_killed(job, options.agent)
+    return code
 
 
 def job_environment(
@@ -123,7 +127,7 @@ def _groups(asked: str | None, state: pb.GetStatusResponse) -> tuple[str, ...]:
         raise ConfigError(
             f"which group? Say --group with one of: {', '.join(known) or '(there is none yet)'}"
         )
-    groups = tuple(_name("group", part.strip()) for part in asked.split(","))
+    groups = tuple(dict.fromkeys(_name("group", part.strip()) for part in asked.split(",")))
     for group in groups:
         if group not in known:
             raise UnknownGroup(
@@ -148,6 +152,27 @@ def _accelerator_cpus(node: pb.GetNodeStatusResponse | None, groups: tuple[str, 
     if node is None:
         return ()
     return tuple(sorted({cpu for device in node.devices if device.group in groups for cpu in device.cpus}))
+
+
+def _say_who_killed(job: str, agent: str) -> None:
+    """SIGKILL leaves no word of its own; if the agent did it, the agent has the reason."""
+    try:
+        node = agent_status(agent)
+    except grpc.RpcError:
+        return
+    contexts = [context for group in node.groups for context in group.contexts if context.job == job]
+    reasons = [context.reason for context in contexts if context.state == pb.LOST and context.reason]
+    if reasons:
+        print(f"coslice: {job} was killed: {reasons[0]}", file=sys.stderr)
+
+
+def _refuse_if_too_big(need: int, groups: tuple[str, ...], node: pb.GetNodeStatusResponse | None) -> None:
+    for device in node.devices if node is not None else ():
+        if device.group in groups and 0 < device.budget_bytes < need:
+            raise ConfigError(
+                f"--need {format_size(need)} is more than group {device.group} has on this node: "
+                f"{format_size(device.budget_bytes)}"
+            )
 
 
 def _host_cpus(accelerator: tuple[int, ...]) -> set[int]:

@@ -41,7 +41,11 @@ def _follow(stream: "grpc.CallIterator[pb.GetStatusResponse]", as_json: bool) ->
         for state in stream:
             print(json.dumps(_as_dict(state)), flush=True)
         return
-    with Live(console=console, auto_refresh=False, screen=sys.stdout.isatty()) as live:
+    if not sys.stdout.isatty():
+        for state in stream:
+            console.print(_page(state))
+        return
+    with Live(console=console, auto_refresh=False, screen=True) as live:
         for state in stream:
             live.update(_page(state), refresh=True)
 
@@ -77,6 +81,8 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
     for node in group.nodes:
         for context in node.contexts:
             word = pb.ContextState.Name(context.state).lower()
+            if context.state == pb.LOST and context.reason:
+                word = f"lost: {context.reason}"
             where.setdefault(context.job, []).append(
                 word if len(group.nodes) == 1 else f"{word} on {node.node}"
             )
@@ -86,7 +92,7 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
     for job in names:
         lock = group.state if job == group.job and group.state != "empty" else ""
         wait = f"{waits[job].waited_s:.1f} s  {waits[job].reason}" if job in waits else ""
-        state = ", ".join(where.get(job, [])) or "nowhere"
+        state = escape(", ".join(where.get(job, []))) or "nowhere"
         if job in faults:
             state = f"[red]faulted[/red]: {escape(faults[job])}"
         table.add_row(escape(job), lock, state, format_size(sizes[job]) if job in sizes else "", escape(wait))
@@ -106,7 +112,9 @@ def _headline(group: pb.GroupStatus, now: float) -> str:
         case "swapping":
             return f"swapping in {group.job} for {age} (epoch {group.epoch})"
         case "resident":
-            return f"free; {group.job} is still on the device"
+            contexts = [context for node in group.nodes for context in node.contexts]
+            here = any(context.job == group.job and context.state == pb.LIVE for context in contexts)
+            return f"free; {group.job} is still on the device" if here else f"free; {group.job} was the last"
         case _:
             return "free"
 
@@ -118,7 +126,7 @@ def show_explain(group: str, *, job: str, last: int, address: str, as_json: bool
         print(json.dumps({"group": group, "lines": list(answer.lines)}))
         return
     for line in answer.lines:
-        console.print(escape(line))
+        console.print(escape(line), soft_wrap=True)
 
 
 def write_replay(journal: Path, out: Path) -> None:

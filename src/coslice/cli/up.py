@@ -179,6 +179,11 @@ def _accelerator(device: str) -> str:
         return "cuda" if cuda_available() else "host"
     if device not in ("host", "cuda"):
         raise ConfigError(f"--device {device!r}: use host, cuda or auto")
+    if device == "cuda":
+        from coslice.agent.cuda import cuda_available
+
+        if not cuda_available():
+            raise ConfigError("--device cuda: torch finds no CUDA device here; use --device host, or auto")
     return device
 
 
@@ -275,7 +280,7 @@ def _say(as_json: bool, data: dict[str, object], text: str) -> None:
     if as_json:
         print(json.dumps(data), flush=True)
     else:
-        console.print(text)
+        console.print(text, soft_wrap=True)
 
 
 def _announce_up(

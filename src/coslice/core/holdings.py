@@ -185,13 +185,13 @@ def reserve(holdings: Holdings, context: Context) -> int:
     """Device memory to keep for a job while it is live; 0: unknown.
 
     Not what it uses at the moment: a live job can be granted without asking the agent, and then it grows to
-    its peak again. A measured peak above the budget counts as the budget, because there it ran. What a job
-    registered says little of what it will use: until it had a turn, only its own declaration counts.
+    its peak again. A measured peak above the budget counts as the budget, because there it ran.
+
+    Only a job that declared its need stays beside another. What an undeclared one used so far (building, a
+    first rollout) may be a tenth of its first training step, and then somebody has to be killed.
     """
     declared = max(context.need, max((m.need for m in context.members), default=0))
-    if not declared and context.job not in holdings.recent:
-        return 0
-    return max(least(holdings, context), declared)
+    return max(least(holdings, context), declared) if declared else 0
 
 
 def least(holdings: Holdings, context: Context) -> int:
