@@ -30,7 +30,7 @@ STOP_TIMEOUT = 10.0
 def interrupts_deferred() -> Iterator[None]:
     """Signals that ask us to end are heard after the block: what it does must not be left half done.
 
-    """Signals that ask us to end are heard after the block, so that nothing within is left half done.
+    Without it a signal during a fork is lost: Python ignores exceptions in hooks that libraries run there.
     """
     heard: list[int] = []
     before: dict[int, Any] = {}
