@@ -3,11 +3,8 @@
 Runs anywhere:            python examples/train_b.py
 Shares an accelerator:    coslice run --job b -- python examples/train_b.py
 
-Both jobs fit in what `coslice up` takes by default, so there they only take turns. To see their state move,
-give the accelerator less, and say what the job needs:
-
-    coslice up --memory 96MiB
-    coslice run --need 80MiB --job b -- python examples/train_b.py
+A device of 128 MiB (`coslice up --memory 128MiB`) holds one of the two at a time, so their state moves. On a
+larger one, jobs that say what they need (`coslice run --need 90MiB ...`) stay side by side and nothing moves.
 
 The same as train_a.py with `with` blocks instead of decorators, and another algorithm.
 """
