@@ -16,7 +16,7 @@ from coslice.core.group_state import active
 from coslice.core.holdings import Effort, Leaving, in_transit
 from coslice.core.ids import GroupId, JobId, NodeId
 from coslice.sim import wire
-from coslice.sim.canon import Key, key_of
+from coslice.sim.canon import Key, Known, key_of, named_key_of
 from coslice.sim.client import Client
 from coslice.sim.device import MIB
 from coslice.sim.joint import Setup, World
@@ -120,12 +120,14 @@ class Explored:
         state._settle()
         return state
 
-    def key(self) -> Key:
-        extra = [
-            (left, *(sum(1 for s in self.stubborn if s == (n, job)) for n in self.world.setup.nodes))
-            for left, job in zip(self.left, self.world.setup.jobs, strict=True)
-        ]
-        return key_of(self.world, extra, self.budget.numbers())
+    def key(self, *, merge: bool = True) -> Key:
+        known = Known(
+            left=dict(zip(self.world.setup.jobs, self.left, strict=True)),
+            stubborn=self.stubborn,
+            echo=self.echo,
+            budget=self.budget.numbers(),
+        )
+        return key_of(self.world, known) if merge else named_key_of(self.world, known)
 
     def waits(self) -> bool:
         """Does somebody who is still there wait for an answer?"""

@@ -6,7 +6,7 @@ what nobody can refer to any more (an old report, an old yield, an abandoned req
 are equal: of all ways to name them the least key is taken.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import groupby, permutations, product
 from typing import Any
@@ -33,22 +33,34 @@ _STATES = {state: i for i, state in enumerate(ev.ContextState)}
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def key_of(world: World, extra: Sequence[tuple[int, ...]], common: tuple[int, ...]) -> Key:
-    """``extra``: what the explorer knows of each job, in the setup's order; ``common``: of the whole."""
-    return min(_Naming(world, order, extra, common).key() for order in _orders(world, extra))
+class Known(msgspec.Struct, frozen=True):
+    """What the explorer knows of a state beside its world."""
+
+    left: dict[JobId, int]
+    """Acquires of each job."""
+    stubborn: tuple[tuple[NodeId, JobId], ...]
+    echo: NodeId | None
+    budget: tuple[int, ...]
 
 
-def _orders(world: World, extra: Sequence[tuple[int, ...]]) -> Iterable[tuple[JobId, ...]]:
+def key_of(world: World, known: Known) -> Key:
+    return min(_Naming(world, order, known).key() for order in _orders(world, known))
+
+
+def named_key_of(world: World, known: Known) -> Key:
+    """The same with the names as they are: to see that calling names equal loses nothing."""
+    return _Naming(world, world.setup.jobs, known).key(merge=False)
+
+
+def _orders(world: World, known: Known) -> Iterable[tuple[JobId, ...]]:
     """The ways to name the jobs that need to be tried: those that a look from outside does not tell apart."""
-    marks = sorted(
-        (_mark(world, job, known), job) for job, known in zip(world.setup.jobs, extra, strict=True)
-    )
+    marks = sorted((_mark(world, job, known.left[job]), job) for job in world.setup.jobs)
     ties = [[job for _, job in group] for _, group in groupby(marks, key=lambda mark: mark[0])]
     for choice in product(*(permutations(tie) for tie in ties)):
         yield tuple(job for tie in choice for job in tie)
 
 
-def _mark(world: World, job: JobId, known: tuple[int, ...]) -> Part:
+def _mark(world: World, job: JobId, left: int) -> Part:
     """The same for the same job under another name."""
     group = world.shell.locks[world.setup.groups[0]]
     place = next((i for i, w in enumerate(group.waiters) if w.job == job), -1)
@@ -62,7 +74,7 @@ def _mark(world: World, job: JobId, known: tuple[int, ...]) -> Part:
         for node in world.nodes.values()
         for s in node.served.values()
     )
-    return known, place, busy, doing, tuple(there)
+    return left, place, busy, doing, tuple(there)
 
 
 def _kind(context: Context) -> int:
@@ -72,20 +84,17 @@ def _kind(context: Context) -> int:
 class _Naming:
     """The world with its jobs numbered in one order."""
 
-    def __init__(
-        self, world: World, order: tuple[JobId, ...], extra: Sequence[tuple[int, ...]], common: Part
-    ) -> None:
-        self.world, self.common = world, common
+    def __init__(self, world: World, order: tuple[JobId, ...], known: Known) -> None:
+        self.world, self.known = world, known
         self.job: dict[str, int] = {job: i for i, job in enumerate(order)} | {"": -1}
         self.order = order
-        self.extra = dict(zip(world.setup.jobs, extra, strict=True))
         self.group: Group = world.shell.locks[world.setup.groups[0]]
         self.requests: dict[str, list[int]] = {}
         self.epochs: list[int] = []
 
-    def key(self) -> Key:
+    def key(self, *, merge: bool = True) -> Key:
         """The epochs stand in lists beside the parts, in the order of the walk: only they are ranked."""
-        whole = (self.common, self._lock(), tuple([self._job(job) for job in self.order]))
+        whole = (self.known.budget, self._lock(), tuple([self._job(job) for job in self.order]))
         mentioned = [self.epochs]
         nodes = []
         for node in self.world.nodes.values():
@@ -94,7 +103,9 @@ class _Naming:
             mentioned.append(self.epochs)
         rank = {epoch: i for i, epoch in enumerate(sorted({0}.union(*mentioned)))}
         ranks = [[rank[epoch] for epoch in epochs] for epochs in mentioned]
-        packed = sorted(_encode((node, r)) for node, r in zip(nodes, ranks[1:], strict=True))
+        packed = [_encode((node, r)) for node, r in zip(nodes, ranks[1:], strict=True)]
+        if merge:
+            packed.sort()
         return blake2b(_encode((whole, ranks[0])) + b"".join(packed), digest_size=16).digest()
 
     # ── numbers that stand for something ──
@@ -155,7 +166,7 @@ class _Naming:
         lost = any(s.session.startswith(f"{job}.") for s in self.group.lost)
         person = next((p for p in self.world.shell.people.values() if p.job == job), None)
         met = () if person is None else (person.connected, len(person.groups))
-        return self.extra[job], known, lost, met, () if client is None else self._client(client)
+        return self.known.left[job], known, lost, met, () if client is None else self._client(client)
 
     def _client(self, client: Client) -> Part:
         asks = {a.request for w in self.group.waiters for a in w.asks}
@@ -212,7 +223,9 @@ class _Naming:
         )
         back = tuple(self._said(m, versions) for m in stream.back if isinstance(m, wire.Said))
         talk = (stream.live, stream.greeted, node.name in self.world.shell.attached, down, back)
-        return seen, pending, stuck, talk, self._holdings(served, down), self._truth(served)
+        stays = tuple(sorted(self.job[job] for name, job in self.known.stubborn if name == node.name))
+        mine = (self._holdings(served, down), self._truth(served))
+        return seen, pending, stuck, talk, mine, stays, self.known.echo == node.name
 
     def _versions(self, node: Node, served: Served) -> set[int]:
         found = {0, served.holdings.version}

@@ -142,6 +142,10 @@ class Explorer:
         if len(self.figures.stories) < 5:
             self.figures.stories.append([*self.way_to(number), move.name, text])
 
+    def keys(self) -> set[Key]:
+        """Every state that was found."""
+        return set(self._number)
+
     def way_to(self, number: int) -> list[str]:
         """The shortest way to a state, as the names of its moves."""
         names = []
