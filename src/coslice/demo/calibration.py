@@ -15,9 +15,9 @@ from coslice.agent.host import AnonymousMemory, Gone
 from coslice.demo.blocks import SILENCE, JobPlan, Machine, start_job
 from coslice.demo.processes import Child, Children
 
-DUTY = 0.45
+DUTY = 0.44
 """The share of a step that a job alone spends on the accelerator."""
-SECTIONS = 7
+SECTIONS = 6
 ROUND_TRIP = 0.006
 """Seconds per step off the accelerator beside the verifier's: JSON, HTTP, the report."""
 SAMPLE_EVERY = 0.004

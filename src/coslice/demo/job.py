@@ -28,7 +28,7 @@ from coslice.demo.model import Policy
 from coslice.demo.task import TASKS, score
 
 VERIFIER_TIMEOUT = 60.0
-PAUSE = 0.4
+PAUSE = 0.9
 """Seconds between sections without a verifier: a core that never rests is faster than one that does."""
 
 
