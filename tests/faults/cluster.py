@@ -80,10 +80,20 @@ class Process:
 
 
 class Job(Process):
+    """Several start side by side: each is waited for when it is first told something."""
+
+    ready = False
+
     def tell(self, command: str) -> None:
+        self.until_ready()
         assert self.process.stdin is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
+
+    def until_ready(self) -> None:
+        if not self.ready:
+            self.expect("ready")
+            self.ready = True
 
     def expect(self, event: str, *, within: float = BOUND) -> dict[str, Any]:
         said = self.hear(within=within)
@@ -168,8 +178,7 @@ class Cluster:
         if mib:
             command += ["--state", str(mib * MIB)]
             environment["COSLICE_AGENT"] = self.agents[node]
-        job = self._start(Job, name, command, **environment)
-        job.expect("ready")
+        job: Job = self._start(Job, name, command, **environment)
         return job
 
     def _start(self, kind: type[Any], name: str, command: list[str], **environment: str) -> Any:
@@ -202,6 +211,18 @@ class Cluster:
 
     def until_waiting(self, *jobs: str, group: str = "pool") -> None:
         self.until(group, lambda status: [waiter.job for waiter in status.waiters] == list(jobs))
+
+    def until_back(self, job: str, group: str = "pool") -> None:
+        """The job's client has a stream again: what it asked before a restart it has asked again."""
+        deadline = time.monotonic() + BOUND
+        with grpc.insecure_channel(self.address) as channel:
+            stub = rpc.OrchestratorStub(channel)
+            while True:
+                story = stub.Explain(pb.ExplainRequest(group=group, job=job, last=20), timeout=BOUND)
+                if any(f"{job} asked again" in line for line in story.lines):
+                    return
+                assert time.monotonic() < deadline, story
+                time.sleep(0.02)  # the story is not pushed
 
     def close(self) -> None:
         for process in reversed(self._processes):
