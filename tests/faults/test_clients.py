@@ -68,7 +68,7 @@ def test_c10_one_faulted_job_blocks_no_other_and_may_register_again(cluster: Clu
     """C10: A's restore fails for good; B goes on; A's next process is accepted under the same name."""
     cluster.orchestrator(**SHORT)
     cluster.agent(retries=0)
-    a, b = cluster.job("job-a", "--fail-restore", mib=40), cluster.job("job-b", mib=40)
+    a, b = cluster.job("job-a", "--fail-restore", mib=40), cluster.job("job-b")
     a.turn()
     b.turn()
     a.tell("acquire")
