@@ -57,6 +57,16 @@ async def test_a_newcomer_of_unknown_need_is_set_aside_though_its_state_would_fi
     await node.orchestrator.until(lambda m: contexts(m.residency) == {"job-a": "LIVE", "job-b": "SAVED"})
 
 
+async def test_a_grant_waits_for_a_newcomer_that_is_being_set_aside(node: Node) -> None:
+    """Registered and commanded at once: granted while its state is on the way out, it would run without it."""
+    await node.start()
+    await node.workload("job-a", size=100 * MIB)
+    await node.workload("job-b", "--slow", "0.5", size=20 * MIB)
+    report = await node.orchestrator.make_resident(GROUP, "job-b", 1)
+    assert report.done.restored
+    assert contexts(report.done.residency) == {"job-a": "SAVED", "job-b": "LIVE"}
+
+
 async def test_a_newcomer_without_room_is_set_aside_and_restored_for_its_turn(node: Node) -> None:
     agent = await node.start(budget=160 * MIB)
     await node.workload("job-a", size=100 * MIB)

@@ -7,7 +7,8 @@ means is the core's business; how bytes move is the backend's.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, assert_never
 
 from msgspec.structs import replace
@@ -77,6 +78,7 @@ class ServedGroup:
         self._config, self._clock = config, clock
         self._members, self._buffers, self._backend, self._publish = members, buffers, backend, publish
         self._tasks: set[asyncio.Task[None]] = set()
+        self._admitting: dict[JobId, list[asyncio.Event]] = {}
         self._killed: dict[JobId, str] = {}  # why, until the job's last process here is gone
         self._reason = ""
         self.sampler = UsageSampler(
@@ -137,6 +139,8 @@ class ServedGroup:
 
     async def make_resident(self, command: pb.MakeResident) -> None:
         """A command of the orchestrator. Refused ones are answered too: nobody shall wait for them."""
+        for admission in tuple(self._admitting.get(JobId(command.job), ())):
+            await admission.wait()  # its state may be on its way out: granted now, it would run without it
         self.sampler.flush()
         event = ev.MakeResidentCommanded(
             at=self._clock.now(),
@@ -165,6 +169,24 @@ class ServedGroup:
 
     def forget(self, job: str) -> None:
         self.driver.tell(ev.JobForgotten(at=self._clock.now(), job=JobId(job)))
+
+    @contextmanager
+    def admitting(self, job: JobId) -> Iterator[None]:
+        """While a process of the job registers; commands for the job wait for the end of it."""
+        done = asyncio.Event()
+        self._admitting.setdefault(job, []).append(done)
+        try:
+            yield
+        finally:
+            self._admitting[job].remove(done)
+            if not self._admitting[job]:
+                del self._admitting[job]
+            done.set()
+
+    def is_coming(self, job: JobId) -> bool:
+        """Is room being made for the job already? Then its state need not leave to come back at once."""
+        running = self.driver.state.running
+        return running is not None and running.job == job
 
     def fits(self, member: Member) -> bool:
         """May this process's state stay on the device, beside whoever is there?

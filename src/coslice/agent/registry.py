@@ -209,9 +209,10 @@ class Registry:
         group = self._groups.get(member.group)
         if group is not None:
             self._check_size(member, group)
-            if not member.parked and not group.fits(member):
-                await self._park(member, group, channel)
-            await self._announce(member, group)
+            with group.admitting(member.job):
+                if not (member.parked or group.is_coming(member.job) or group.fits(member)):
+                    await self._park(member, group, channel)
+                await self._announce(member, group)
             self._remember(member)
         if channel.member is None:
             self._open(member, channel)
