@@ -23,6 +23,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # Liveness is the stream's own: these pings are answered by gRPC's threads even while Python is busy.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # what gRPC obeys: its default is 60 s
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # A new attempt must not inherit the back-off of the one before it.
