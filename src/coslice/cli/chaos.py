@@ -9,6 +9,8 @@ import multiprocessing
 import signal
 import time
 from collections import Counter
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from rich.console import Console
@@ -29,6 +31,9 @@ def run_chaos(*, seeds: int, start: int, out: Path | None, one: int | None, work
         return _replay(one, out)
     began = time.monotonic()
     outcomes, interrupted = _run(range(start, start + seeds), workers)
+    if not interrupted and len(outcomes) < seeds:
+        console.print(f"a worker died: only {len(outcomes)} of {seeds} seeds were run")
+        return 2
     figures = _figures(outcomes, time.monotonic() - began) | {"start": start, "workers": workers}
     _print(figures, outcomes)
     if out is not None:
@@ -51,31 +56,68 @@ def _replay(seed: int, out: Path | None) -> int:
 
 
 def _run(seeds: range, workers: int) -> tuple[list[Outcome], bool]:
+    console.print(f"{len(seeds)} seeds from {seeds.start}, {workers} workers")
     outcomes: list[Outcome] = []
+    processes, pipes = _start(seeds, workers)
+    interrupted = False
+    try:
+        _collect(pipes, len(seeds), outcomes)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    return sorted(outcomes, key=lambda outcome: outcome.seed), interrupted
+
+
+def _start(seeds: range, workers: int) -> tuple[list[SpawnProcess], list[Connection]]:
+    """Each has every n-th seed. Ctrl-C is for us alone: who is started while it is ignored ignores it."""
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    ours = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for number in range(min(workers, len(seeds))):
+            ours_end, theirs = context.Pipe(duplex=False)
+            mine = seeds[number :: min(workers, len(seeds))]
+            process = context.Process(target=_work, args=(mine, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours_end)
+    finally:
+        signal.signal(signal.SIGINT, ours)
+    return processes, pipes
+
+
+def _work(seeds: range, pipe: Connection) -> None:
+    for seed in seeds:
+        pipe.send(run_seed(seed))
+    pipe.close()
+
+
+def _collect(pipes: list[Connection], total: int, outcomes: list[Outcome]) -> None:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
+    open_pipes = list(pipes)
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("seeds", total=len(seeds))
-        with multiprocessing.get_context("spawn").Pool(workers, initializer=_leave_ctrl_c_to_us) as pool:
-            try:
-                for outcome in pool.imap_unordered(run_seed, seeds, chunksize=10):
-                    outcomes.append(outcome)
-                    bad = sum(1 for o in outcomes[-1:] if o.violation)
-                    if bad:
-                        progress.console.print(f"seed {outcome.seed}: {outcome.violation}", markup=False)
-                    progress.advance(task)
-            except KeyboardInterrupt:
-                pool.terminate()
-                return sorted(outcomes, key=lambda o: o.seed), True
-    return sorted(outcomes, key=lambda o: o.seed), False
-
-
-def _leave_ctrl_c_to_us() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        task = progress.add_task("seeds", total=total)
+        while open_pipes:
+            for pipe in wait(open_pipes):
+                assert isinstance(pipe, Connection)
+                try:
+                    outcome = pipe.recv()
+                except EOFError:
+                    open_pipes.remove(pipe)
+                    continue
+                outcomes.append(outcome)
+                if outcome.violation:
+                    progress.console.print(f"seed {outcome.seed}: {outcome.violation}", markup=False)
+                progress.advance(task)
 
 
 def _figures(outcomes: list[Outcome], seconds: float) -> dict[str, object]:

@@ -91,7 +91,7 @@ def _print(figures: Figures) -> None:
     for letter in LETTERS:
         table.add_row(letter, f"{figures.letters.get(letter, 0):,}")
     console.print(table)
-    state = "complete" if figures.complete else "NOT complete"
+    state = "complete" if figures.complete else "NOT complete (so what is reachable is not known)"
     console.print(
         f"{state}: {figures.states:,} states ({figures.waiting_states:,} with a waiter), "
         f"{figures.edges:,} steps, {figures.violations} violations, {figures.stuck_states} stuck states, "

@@ -90,7 +90,8 @@ class Explorer:
                     break
         else:
             figures.complete = True
-        self._look_back()
+        if figures.complete:
+            self._look_back()
         figures.seconds = time.monotonic() - began
         return figures
 
