@@ -4,6 +4,7 @@ Prints how often each kind of trouble struck: a quiet run shall not pass for a g
 prints its last decisions with their reasons, and ``--seed`` replays it alone, from the first one.
 """
 
+import contextlib
 import json
 import multiprocessing
 import signal
@@ -58,9 +59,10 @@ def _replay(seed: int, out: Path | None) -> int:
 def _run(seeds: range, workers: int) -> tuple[list[Outcome], bool]:
     console.print(f"{len(seeds)} seeds from {seeds.start}, {workers} workers")
     outcomes: list[Outcome] = []
-    processes, pipes = _start(seeds, workers)
+    processes: list[SpawnProcess] = []
     interrupted = False
     try:
+        processes, pipes = _start(seeds, workers)
         _collect(pipes, len(seeds), outcomes)
     except KeyboardInterrupt:
         interrupted = True
@@ -72,10 +74,10 @@ def _run(seeds: range, workers: int) -> tuple[list[Outcome], bool]:
 
 
 def _start(seeds: range, workers: int) -> tuple[list[SpawnProcess], list[Connection]]:
-    """Each has every n-th seed. Ctrl-C is for us alone: who is started while it is ignored ignores it."""
+    """Each has every n-th seed. Ctrl-C is for us alone: who is started while it is blocked never hears it."""
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
-    ours = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for number in range(min(workers, len(seeds))):
             ours_end, theirs = context.Pipe(duplex=False)
@@ -86,13 +88,14 @@ def _start(seeds: range, workers: int) -> tuple[list[SpawnProcess], list[Connect
             processes.append(process)
             pipes.append(ours_end)
     finally:
-        signal.signal(signal.SIGINT, ours)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return processes, pipes
 
 
 def _work(seeds: range, pipe: Connection) -> None:
-    for seed in seeds:
-        pipe.send(run_seed(seed))
+    with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+        for seed in seeds:
+            pipe.send(run_seed(seed))
     pipe.close()
 
 
