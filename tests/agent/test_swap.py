@@ -58,7 +58,7 @@ async def test_a_newcomer_of_unknown_need_is_set_aside_though_its_state_would_fi
 
 
 async def test_a_grant_waits_for_a_newcomer_that_is_being_set_aside(node: Node) -> None:
-    """Registered and commanded at once: granted while its state is on the way out, it would run without it."""
+    """Registered and commanded at once: granted while its state leaves, it would run without it."""
     await node.start()
     await node.workload("job-a", size=100 * MIB)
     await node.workload("job-b", "--slow", "0.5", size=20 * MIB)
