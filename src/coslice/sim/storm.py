@@ -570,6 +570,7 @@ class Storm:
             return False
         parked = not served.fits(job, size)
         asks = any(c.ask is not None or served.group in c.using for c in self.world.of_job(job))
+        asks = asks or any(w.job == job for w in state.waiters)
         if asks or occupant(state) == job:  # set aside while its job is being granted: not until the next
             return False
         self._fault("newcomer", f"{job} on {served.name}")
