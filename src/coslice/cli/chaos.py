@@ -57,11 +57,11 @@ def _replay(seed: int, out: Path | None) -> int:
 
 
 def _run(seeds: range, workers: int) -> tuple[list[Outcome], bool]:
-    console.print(f"{len(seeds)} seeds from {seeds.start}, {workers} workers")
     outcomes: list[Outcome] = []
     processes: list[SpawnProcess] = []
     interrupted = False
     try:
+        console.print(f"{len(seeds)} seeds from {seeds.start}, {workers} workers")
         processes, pipes = _start(seeds, workers)
         _collect(pipes, len(seeds), outcomes)
     except KeyboardInterrupt:
