@@ -389,8 +389,15 @@ def _client_missed(state: Explored, move: Move) -> None:
 
 
 def _job_dies(state: Explored, move: Move) -> None:
-    state.world.die(state.client(move.who))
+    _client_dies(state, state.client(move.who))
     state._bury(JobId(move.who))
+
+
+def _client_dies(state: Explored, client: Client) -> None:
+    """The system ends the streams of a process that dies, so that is noticed at once (if one was there)."""
+    state.world.die(client)
+    if client.session in state.world.unnoticed():
+        state.world.notice_client(client.session)
 
 
 def _agent_returns(state: Explored, move: Move) -> None:
@@ -459,7 +466,7 @@ def _processes_killed(state: Explored, move: Move) -> None:
     served.killed(job, "killed by the agent")
     client = next((c for c in state.world.clients.values() if c.job == job), None)
     if client is not None:
-        state.world.die(client)
+        _client_dies(state, client)
     state._bury(job)
     state.world.after_node(node, GROUP)
 
@@ -479,6 +486,8 @@ def _process_returns(state: Explored, move: Move) -> None:
 def _agent_killed(state: Explored, move: Move) -> None:
     node, _ = state.node(move.who)
     node.crash()
+    if node.name in state.world.unnoticed_nodes():
+        state.world.notice_node(node.name)
     node.start(0.0)
     node.publish()
 

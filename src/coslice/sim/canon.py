@@ -6,7 +6,6 @@ what nobody can refer to any more (an old report, an old yield, an abandoned req
 are equal: of all ways to name them the least key is taken.
 """
 
-from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import groupby, permutations, product
 from typing import Any
@@ -15,8 +14,8 @@ import msgspec
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.group import Group, Held, Resident, Swapping
-from coslice.core.group_state import active, record_of, view_of
+from coslice.core.group import Held, Resident, Swapping
+from coslice.core.group_state import active, occupant, open_asks
 from coslice.core.holdings import Context, Leaving, Live, Lost, Operation, Returning, Saved
 from coslice.core.ids import Epoch, JobId, NodeId
 from coslice.core.policy import Waiter
@@ -24,6 +23,7 @@ from coslice.sim import wire
 from coslice.sim.client import Client
 from coslice.sim.joint import World
 from coslice.sim.node import Node, Served
+from coslice.sim.shell import Person
 
 Key = bytes
 Part = tuple[Any, ...]
@@ -44,51 +44,76 @@ class Known(msgspec.Struct, frozen=True):
 
 
 def key_of(world: World, known: Known) -> Key:
-    return min(_Naming(world, order, known).key() for order in _orders(world, known))
+    look = _Look(world, known)
+    orders = look.orders()
+    if len(orders) == 1:
+        return _Naming(look, orders[0]).key()
+    return min([_Naming(look, order).key() for order in orders])
 
 
 def named_key_of(world: World, known: Known) -> Key:
     """The same with the names as they are: to see that calling names equal loses nothing."""
-    return _Naming(world, world.setup.jobs, known).key(merge=False)
+    return _Naming(_Look(world, known), world.setup.jobs).key(merge=False)
 
 
-def _orders(world: World, known: Known) -> Iterable[tuple[JobId, ...]]:
-    """The ways to name the jobs that need to be tried: those that a look from outside does not tell apart."""
-    marks = sorted((_mark(world, job, known.left[job]), job) for job in world.setup.jobs)
-    ties = [[job for _, job in group] for _, group in groupby(marks, key=lambda mark: mark[0])]
-    for choice in product(*(permutations(tie) for tie in ties)):
-        yield tuple(job for tie in choice for job in tie)
+_KINDS: dict[type, int] = {kind: i for i, kind in enumerate((Live, Leaving, Saved, Returning, Lost))}
 
 
-def _mark(world: World, job: JobId, left: int) -> Part:
-    """The same for the same job under another name."""
-    group = world.shell.locks[world.setup.groups[0]]
-    place = next((i for i, w in enumerate(group.waiters) if w.job == job), -1)
-    now = group.occupancy
-    busy = isinstance(now, Held | Resident) and now.job == job
-    busy = busy or (isinstance(now, Swapping) and now.incoming == job)
-    client = next((c for c in world.clients.values() if c.job == job), None)
-    doing = (-1,) if client is None else (client.inside, client.ask is not None, len(client.stream.down))
-    there = sorted(
-        next((_kind(c) for c in s.holdings.contexts if c.job == job), -1)
-        for node in world.nodes.values()
-        for s in node.served.values()
-    )
-    return left, place, busy, doing, tuple(there)
+class _Look:
+    """A state, sorted by job and by node once for all ways to name the jobs."""
+
+    def __init__(self, world: World, known: Known) -> None:
+        self.world, self.known = world, known
+        self.group = group = world.shell.locks[world.setup.groups[0]]
+        self.clients: dict[str, Client] = {c.job: c for c in world.clients.values()}
+        self.records = {record.job: record for record in group.jobs}
+        self.people: dict[str, Person] = {p.job: p for p in world.shell.people.values()}
+        self.lost = {s.session.split(".")[0] for s in group.lost}
+        self.views = {view.node: view for view in group.views}
+        self.asks = {a.request for a in open_asks(group)}
+        if isinstance(group.occupancy, Held):
+            self.asks.update(h.request for h in active(group.occupancy))
+
+    def orders(self) -> list[tuple[JobId, ...]]:
+        """The ways to name the jobs that must be tried: those that their marks do not tell apart."""
+        marks = sorted([(self._mark(job), job) for job in self.world.setup.jobs])
+        ties = [[job for _, job in group] for _, group in groupby(marks, key=_first)]
+        if len(ties) == len(marks):
+            return [tuple([job for _, job in marks])]
+        choices = product(*(permutations(tie) for tie in ties))
+        return [tuple(job for tie in choice for job in tie) for choice in choices]
+
+    def _mark(self, job: JobId) -> Part:
+        """The same for the same job under another name."""
+        place = -1
+        for i, waiter in enumerate(self.group.waiters):
+            if waiter.job == job:
+                place = i
+        client = self.clients.get(job)
+        doing = (-1,) if client is None else (client.inside, client.ask is not None, len(client.stream.down))
+        there = sorted(
+            [
+                _KINDS[type(context.place)]
+                for node in self.world.nodes.values()
+                for served in node.served.values()
+                for context in served.holdings.contexts
+                if context.job == job
+            ]
+        )
+        return self.known.left[job], place, occupant(self.group) == job, doing, there
 
 
-def _kind(context: Context) -> int:
-    return (Live, Leaving, Saved, Returning, Lost).index(type(context.place))
+def _first(mark: tuple[Part, JobId]) -> Part:
+    return mark[0]
 
 
 class _Naming:
     """The world with its jobs numbered in one order."""
 
-    def __init__(self, world: World, order: tuple[JobId, ...], known: Known) -> None:
-        self.world, self.known = world, known
+    def __init__(self, look: _Look, order: tuple[JobId, ...]) -> None:
+        self.look, self.world, self.known, self.group = look, look.world, look.known, look.group
         self.job: dict[str, int] = {job: i for i, job in enumerate(order)} | {"": -1}
         self.order = order
-        self.group: Group = world.shell.locks[world.setup.groups[0]]
         self.requests: dict[str, list[int]] = {}
         self.epochs: list[int] = []
 
@@ -156,25 +181,20 @@ class _Naming:
     # ── a job: its client, its record, its session ──
 
     def _job(self, job: JobId) -> Part:
-        record = record_of(self.group, job)
-        client = next((c for c in self.world.clients.values() if c.job == job), None)
-        pending = set() if client is None else {epoch for g in client.givings for _, epoch in g.leases}
+        look = self.look
+        record, client, person = look.records.get(job), look.clients.get(job), look.people.get(job)
         known: Part = ()
         if record is not None:
-            yields = tuple(self._epoch(y.epoch) for y in record.yields if y.epoch in pending)
+            yields: Part = ()
+            if client is not None and client.givings:
+                pending = {epoch for giving in client.givings for _, epoch in giving.leases}
+                yields = tuple(self._epoch(y.epoch) for y in record.yields if y.epoch in pending)
             known = (len(record.sessions), record.fault is not None, yields)
-        lost = any(s.session.startswith(f"{job}.") for s in self.group.lost)
-        person = next((p for p in self.world.shell.people.values() if p.job == job), None)
         met = () if person is None else (person.connected, len(person.groups))
-        return self.known.left[job], known, lost, met, () if client is None else self._client(client)
+        mine = () if client is None else self._client(client)
+        return self.known.left[job], known, job in look.lost, met, mine
 
     def _client(self, client: Client) -> Part:
-        asks = {a.request for w in self.group.waiters for a in w.asks}
-        now = self.group.occupancy
-        if isinstance(now, Held):
-            asks |= {h.request for h in active(now)}
-        if isinstance(now, Swapping) and now.waiter is not None:
-            asks |= {a.request for a in now.waiter.asks}
         return (
             client.stream.live,
             client.stream.greeted,
@@ -182,7 +202,7 @@ class _Naming:
             tuple((self._request(r), self._epoch(e)) for r, e in client.holds.values()),
             client.inside,
             tuple(self._epoch(epoch) for giving in client.givings for _, epoch in giving.leases),
-            tuple(self._request(r) for r in client.abandons if r in asks),
+            tuple(self._request(r) for r in client.abandons if r in self.look.asks),
             client.refused is not None,
             tuple(self._server(m) for m in client.stream.down),
         )
@@ -206,7 +226,7 @@ class _Naming:
     # ── a node: what the lock knows of it, its stream, its holdings, the truth ──
 
     def _node(self, node: Node) -> Part:
-        view = view_of(self.group, node.name)
+        view = self.look.views.get(node.name)
         now, served = self.group.occupancy, next(iter(node.served.values()))
         versions = sorted(self._versions(node, served))
         seen: Part = ()
@@ -229,7 +249,7 @@ class _Naming:
 
     def _versions(self, node: Node, served: Served) -> set[int]:
         found = {0, served.holdings.version}
-        view = view_of(self.group, node.name)
+        view = self.look.views.get(node.name)
         if view is not None:
             found.add(view.facts.version)
         for message in node.stream.back:
@@ -303,7 +323,7 @@ class _Naming:
                 )
             case _:
                 what = ()
-        return self.job[context.job], _kind(context), members, context.use > 0, what
+        return self.job[context.job], _KINDS[type(place)], members, context.use > 0, what
 
     def _prose(self, reason: str) -> str:
         for job, number in self.job.items():

@@ -9,7 +9,9 @@ between that others could see, and a message lost on the way is the same as one 
 What an agent says is heard as it is said: until its word arrives its step is seen by its own node only, so
 the step may as well come later; an agent that dies before it could speak is a letter of its own. No message
 that only confirms (a welcome, an answer to a yield) stays on the way; losing one is explored as a breaking
-stream. Time is what may end: any deadline that runs may pass at any moment, within the stated number.
+stream. A stream that breaks is noticed by its ends at different times; that of a process that dies, at once
+(the system ends it; chaos also has machines that vanish without a word). Time is what may end: any deadline
+that runs may pass at any moment, within the stated number.
 """
 
 import gc
