@@ -69,7 +69,8 @@ def test_explore_names_its_alphabet_and_its_bounds(tmp_path: Path) -> None:
     assert figures["states"] > 10
     assert figures["alphabet"]["acquire"] > 0
     assert "orchestrator killed" in figures["alphabet"]
-    assert "1 crashes" in ended.stdout
+    assert "In one run: no trouble" in ended.stdout
+    assert figures["budget"] == "no trouble"
 
 
 def test_a_search_that_did_not_end_says_so(tmp_path: Path) -> None:

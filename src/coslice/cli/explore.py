@@ -9,9 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from coslice.sim.alphabet import LETTERS, Budget, Explored
+from coslice.sim.alphabet import KINDS, LETTERS, Budget, Explored
 from coslice.sim.explore import Explorer, Figures
 
+PAIRS = ("crashes", "failures")
+"""What may strike together in one run, if two troubles may."""
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
@@ -26,12 +28,8 @@ def run_explore(
     seconds: float = float("inf"),
 ) -> int:
     """The exit status: 0, 1 if a state is wrong or stuck, 2 if the search did not end, 130 if interrupted."""
-    budget = Budget(together=troubles)
-    console.print(
-        f"{nodes} nodes, {jobs} jobs, {acquires} acquires each. Trouble in one run: at most {troubles} of\n"
-        f"  {_bounds(budget)}",
-        markup=False,
-    )
+    budget = Budget(together=troubles, pairs=PAIRS)
+    console.print(f"{nodes} nodes, {jobs} jobs, {acquires} acquires each. In one run: {_bounds(budget)}")
     explorer = Explorer(
         Explored.begin(nodes=nodes, jobs=jobs, acquires=acquires, budget=budget),
         seconds=seconds,
@@ -54,8 +52,10 @@ def run_explore(
 
 
 def _bounds(budget: Budget) -> str:
-    kinds = ("crashes", "failures", "losses", "doubles", "cancels", "deaths", "delays")
-    return ", ".join(f"{getattr(budget, kind)} {kind}" for kind in kinds)
+    if budget.together < 1:
+        return "no trouble"
+    one = f"one of {', '.join(KINDS)}"
+    return one if budget.together == 1 else f"{one}; or {budget.together} of {' and '.join(budget.pairs)}"
 
 
 def _progress(figures: Figures, waiting: int) -> None:
@@ -76,7 +76,7 @@ def _as_json(figures: Figures, nodes: int, jobs: int, acquires: int, budget: Bud
         "violations": figures.violations,
         "stuck_states": figures.stuck_states,
         "alphabet": {letter: figures.letters.get(letter, 0) for letter in LETTERS},
-        "budget": {"in one run": budget.together, "of": _bounds(budget)},
+        "budget": _bounds(budget),
         "edges": figures.edges,
         "depth": figures.depth,
         "waiting_states": figures.waiting_states,

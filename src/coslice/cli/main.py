@@ -307,7 +307,10 @@ def explore(
     nodes: Annotated[int, typer.Option(min=1, max=3)] = 2,
     jobs: Annotated[int, typer.Option(min=1, max=4)] = 3,
     acquires: Annotated[int, typer.Option(min=1, help="Acquires of each job.")] = 2,
-    troubles: Annotated[int, typer.Option(min=0, help="Troubles in one run, of all kinds together.")] = 1,
+    troubles: Annotated[
+        int,
+        typer.Option(min=0, max=2, help="In one run: 1 of any kind; 2: also a crash and a failed operation."),
+    ] = 1,
     seconds: Annotated[float, typer.Option(help="Stop then, incomplete.")] = float("inf"),
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
