@@ -109,6 +109,7 @@ class FakeAgent(rpc.AgentServicer):
         yield pb.WorkloadCommand(
             registered=pb.Registered(member=member, buffer_socket=self._path, buffer_token=self._token)
         )
+        yield pb.WorkloadCommand(admitted=pb.Admitted())
         self.streams.put(stream)
         yield from iter(stream.commands.get, None)
 

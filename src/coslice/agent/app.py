@@ -141,6 +141,7 @@ class AgentApp:
             backend=backend,
             uid=os.getuid(),
             remember=self._remember,
+            heard=self._heard,
         )
         self._recall(registry)
         socket = BufferServer(buffer_socket(config), buffers, registry.by_token)
@@ -251,6 +252,10 @@ class AgentApp:
     def _publish(self, message: pb.AgentMessage) -> None:
         if self._link is not None:
             self._link.send(message)
+
+    async def _heard(self) -> None:
+        if self._link is not None:
+            await self._link.heard()
 
     def _hello(self) -> pb.AgentHello:
         offers = [

@@ -50,6 +50,26 @@ class Link:
         self.orchestrator = ""
         """Its instance id, from the last welcome."""
         self.unknown_groups: tuple[str, ...] = ()
+        self._echoes: dict[int, asyncio.Future[None]] = {}
+        self._echo = 0
+
+    async def heard(self) -> None:
+        """Returns once the orchestrator has taken in what was sent so far, or has lost the stream: then it
+        asks us before it grants anything."""
+        if self._outbox is None:
+            return
+        self._echo += 1
+        number, back = self._echo, asyncio.get_running_loop().create_future()
+        self._echoes[number] = back
+        self.send(pb.AgentMessage(echo=pb.Echo(number=number)))
+        try:
+            await back
+        finally:
+            self._echoes.pop(number, None)
+
+    def _echoed(self, number: int) -> None:
+        if (back := self._echoes.get(number)) is not None and not back.done():
+            back.set_result(None)
 
     def send(self, message: pb.AgentMessage) -> None:
         if self._outbox is not None:
@@ -79,6 +99,8 @@ class Link:
                 if command.HasField("welcome"):
                     welcomed = True
                     self._welcome(command.welcome)
+                elif command.HasField("echo"):
+                    self._echoed(command.echo.number)
                 else:
                     self._command(command)
             log.info("the orchestrator at %s ended the stream", self.address)
@@ -88,6 +110,8 @@ class Link:
         finally:
             self._outbox = None
             self.attached.clear()
+            for number in tuple(self._echoes):
+                self._echoed(number)
             call.cancel()
         return welcomed
 

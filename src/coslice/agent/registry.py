@@ -7,7 +7,7 @@ group hears of it: nobody gets device memory by registering.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from coslice.agent.backends.base import Backend, MoveError
 from coslice.agent.buffers import HostBuffers, same_token
@@ -45,10 +45,14 @@ class Registry:
         backend: Backend,
         uid: int,
         remember: Callable[[Member], None],
+        heard: Callable[[], Awaitable[None]],
     ) -> None:
-        """``uid``: the user whose processes may register. ``remember`` is told each new member's baseline."""
+        """``uid``: the user whose processes may register. ``remember`` is told each new member's baseline.
+        ``heard`` returns once the orchestrator, if there is one, knows what the groups have said so far.
+        """
         self._config, self._members, self._groups = config, members, groups
         self._buffers, self._backend, self._uid, self._remember = buffers, backend, uid, remember
+        self._heard = heard
 
     def by_token(self, token: str, pid: int) -> Member | None:
         """Who registered with this token, if that is the process that shows it."""
@@ -64,15 +68,19 @@ class Registry:
         incarnation = self._incarnation(message)
         known = self._members.get(group, member_id(job, incarnation, message.pid, message.start_time))
         if known is not None:
-            return await self._again(known, message, channel)
-        self._check_incarnation(group, job, incarnation)
-        member = self._new(message, incarnation)
-        try:
-            await self._admit(member, channel)
-        except BaseException:
-            self._drop(member)
-            raise
-        return None
+            await self._again(known, message, channel)
+        else:
+            self._check_incarnation(group, job, incarnation)
+            member = self._new(message, incarnation)
+            try:
+                await self._admit(member, channel)
+            except BaseException:
+                self._drop(member)
+                raise
+        # Not before: the process may acquire next, and be granted without its state by somebody who has not
+        # heard that it was set aside.
+        await self._heard()
+        channel.send(pb.WorkloadCommand(admitted=pb.Admitted()))
 
     def remembered(
         self, group: ServedGroup, job: JobId, stored: core.Member, incarnation: Incarnation, base: int | None

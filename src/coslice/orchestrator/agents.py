@@ -105,7 +105,9 @@ class Agents:
         if self._links.get(link.node) is not link:
             return
         at, kind = self._clock.now(), message.WhichOneof("kind")
-        if kind == "done" and (lock := link.locks.get(GroupId(message.done.group))):
+        if kind == "echo":  # what came before it is with its groups already, ahead of whatever they hear next
+            link.outbox.put(pb.AgentCommand(echo=message.echo))
+        elif kind == "done" and (lock := link.locks.get(GroupId(message.done.group))):
             lock.tell(convert.op_succeeded(message.done, link.node, link.accelerator, at=at))
         elif kind == "failed" and (lock := link.locks.get(GroupId(message.failed.group))):
             lock.tell(convert.op_failed(message.failed, link.node, link.accelerator, at=at))

@@ -67,7 +67,7 @@ class Channel:
         self._told = (0, 0)
         self._last: tuple[str, pb.WorkloadMessage] | None = None
         self._delay = _BACKOFF_FIRST
-        self._answered, self._stop = threading.Event(), threading.Event()
+        self._answered, self._settled, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._call: Any = None
         self._thread: threading.Thread | None = None
 
@@ -78,8 +78,15 @@ class Channel:
         self._thread.start()
 
     def wait_answered(self, timeout: float) -> bool:
-        """Wait until the agent has accepted or refused us; False: nobody answers (we go on dialling)."""
-        return self._answered.wait(timeout)
+        """Wait until the agent has admitted or refused us; False: nobody answers (we go on dialling).
+
+        ``timeout`` is for its first word. Setting our state aside takes as long as it takes; the agent bounds
+        it.
+        """
+        if not self._answered.wait(timeout):
+            return False
+        self._settled.wait()
+        return True
 
     def resized(self, state_bytes: int) -> None:
         """Tell the agent the size and the need, if they changed. Never blocks."""
@@ -125,6 +132,8 @@ class Channel:
             finally:
                 _cancel(call)
                 outbox.put(None)  # lets grpc's sending thread go
+                if self._answered.is_set():  # lost while it was admitting us: the next one will
+                    self._settled.set()
 
     def _registration(self) -> pb.WorkloadMessage:
         state, identity = self._state, self.identity
@@ -152,6 +161,8 @@ class Channel:
                 self._accepted(command.registered)
             case "refused":
                 self._refused(command.refused)
+            case "admitted":
+                self._settled.set()
             case "move_out":
                 outbox.put(self._once(command.move_out.op, command))
             case "move_in":
@@ -175,6 +186,7 @@ class Channel:
             _log.warning("coslice: %s", error)
         self.error = error
         self._answered.set()
+        self._settled.set()
         if answer.code in _HOPELESS:
             self._stop.set()
         _cancel(self._call)

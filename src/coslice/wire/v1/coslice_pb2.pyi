@@ -799,6 +799,7 @@ class AgentMessage(google.protobuf.message.Message):
     DONE_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
     RESIDENCY_FIELD_NUMBER: builtins.int
+    ECHO_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___AgentHello: ...
     @property
@@ -809,6 +810,8 @@ class AgentMessage(google.protobuf.message.Message):
     def residency(self) -> Global___Residency:
         """pushed after every change, without being asked"""
 
+    @property
+    def echo(self) -> Global___Echo: ...
     def __init__(
         self,
         *,
@@ -816,12 +819,30 @@ class AgentMessage(google.protobuf.message.Message):
         done: Global___OpDone | None = ...,
         failed: Global___OpFailed | None = ...,
         residency: Global___Residency | None = ...,
+        echo: Global___Echo | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["done", b"done", "failed", b"failed", "hello", b"hello", "kind", b"kind", "residency", b"residency"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["done", b"done", "failed", b"failed", "hello", b"hello", "kind", b"kind", "residency", b"residency"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "done", "failed", "residency"] | None: ...
+    def HasField(self, field_name: typing.Literal["done", b"done", "echo", b"echo", "failed", b"failed", "hello", b"hello", "kind", b"kind", "residency", b"residency"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["done", b"done", "echo", b"echo", "failed", b"failed", "hello", b"hello", "kind", b"kind", "residency", b"residency"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "done", "failed", "residency", "echo"] | None: ...
 
 Global___AgentMessage: typing_extensions.TypeAlias = AgentMessage
+
+@typing.final
+class Echo(google.protobuf.message.Message):
+    """Sent back unchanged, in order with everything else: what was said before it has been taken in."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number"]) -> None: ...
+
+Global___Echo: typing_extensions.TypeAlias = Echo
 
 @typing.final
 class AgentHello(google.protobuf.message.Message):
@@ -1035,22 +1056,26 @@ class AgentCommand(google.protobuf.message.Message):
     WELCOME_FIELD_NUMBER: builtins.int
     MAKE_RESIDENT_FIELD_NUMBER: builtins.int
     FORGET_JOB_FIELD_NUMBER: builtins.int
+    ECHO_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___AgentWelcome: ...
     @property
     def make_resident(self) -> Global___MakeResident: ...
     @property
     def forget_job(self) -> Global___ForgetJob: ...
+    @property
+    def echo(self) -> Global___Echo: ...
     def __init__(
         self,
         *,
         welcome: Global___AgentWelcome | None = ...,
         make_resident: Global___MakeResident | None = ...,
         forget_job: Global___ForgetJob | None = ...,
+        echo: Global___Echo | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["forget_job", b"forget_job", "kind", b"kind", "make_resident", b"make_resident", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["forget_job", b"forget_job", "kind", b"kind", "make_resident", b"make_resident", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["welcome", "make_resident", "forget_job"] | None: ...
+    def HasField(self, field_name: typing.Literal["echo", b"echo", "forget_job", b"forget_job", "kind", b"kind", "make_resident", b"make_resident", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["echo", b"echo", "forget_job", b"forget_job", "kind", b"kind", "make_resident", b"make_resident", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["welcome", "make_resident", "forget_job", "echo"] | None: ...
 
 Global___AgentCommand: typing_extensions.TypeAlias = AgentCommand
 
@@ -1220,6 +1245,7 @@ class WorkloadCommand(google.protobuf.message.Message):
     MOVE_OUT_FIELD_NUMBER: builtins.int
     MOVE_IN_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    ADMITTED_FIELD_NUMBER: builtins.int
     @property
     def registered(self) -> Global___Registered: ...
     @property
@@ -1228,6 +1254,8 @@ class WorkloadCommand(google.protobuf.message.Message):
     def move_in(self) -> Global___MoveIn: ...
     @property
     def refused(self) -> Global___RegisterRefused: ...
+    @property
+    def admitted(self) -> Global___Admitted: ...
     def __init__(
         self,
         *,
@@ -1235,10 +1263,11 @@ class WorkloadCommand(google.protobuf.message.Message):
         move_out: Global___MoveOut | None = ...,
         move_in: Global___MoveIn | None = ...,
         refused: Global___RegisterRefused | None = ...,
+        admitted: Global___Admitted | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kind", b"kind", "move_in", b"move_in", "move_out", b"move_out", "refused", b"refused", "registered", b"registered"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "move_in", b"move_in", "move_out", b"move_out", "refused", b"refused", "registered", b"registered"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["registered", "move_out", "move_in", "refused"] | None: ...
+    def HasField(self, field_name: typing.Literal["admitted", b"admitted", "kind", b"kind", "move_in", b"move_in", "move_out", b"move_out", "refused", b"refused", "registered", b"registered"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "kind", b"kind", "move_in", b"move_in", "move_out", b"move_out", "refused", b"refused", "registered", b"registered"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["registered", "move_out", "move_in", "refused", "admitted"] | None: ...
 
 Global___WorkloadCommand: typing_extensions.TypeAlias = WorkloadCommand
 
@@ -1265,6 +1294,18 @@ class Registered(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["buffer_socket", b"buffer_socket", "buffer_token", b"buffer_token", "member", b"member"]) -> None: ...
 
 Global___Registered: typing_extensions.TypeAlias = Registered
+
+@typing.final
+class Admitted(google.protobuf.message.Message):
+    """The state is where it shall be, and the orchestrator knows. A grant after this finds it, or brings it back."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___Admitted: typing_extensions.TypeAlias = Admitted
 
 @typing.final
 class RegisterRefused(google.protobuf.message.Message):
