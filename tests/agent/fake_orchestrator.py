@@ -19,6 +19,8 @@ class FakeOrchestrator(rpc.OrchestratorServicer):
         self.hellos: list[pb.AgentHello] = []
         self.reports: list[pb.AgentMessage] = []
         self.address = ""
+        self.deaf = False
+        """Echoes are kept back."""
         self._changed = asyncio.Condition()
         self._commands: asyncio.Queue[pb.AgentCommand] | None = None
         self._server: grpc.aio.Server | None = None
@@ -51,6 +53,8 @@ class FakeOrchestrator(rpc.OrchestratorServicer):
     async def _read(self, messages) -> None:
         async for message in messages:
             await self._note(message)
+            if message.HasField("echo") and not self.deaf:
+                self.send(pb.AgentCommand(echo=message.echo))
 
     async def _note(self, message: pb.AgentMessage | None) -> None:
         async with self._changed:

@@ -107,6 +107,8 @@ class Workload:
         elif kind == "refused":
             say(event="refused", code=pb.Code.Name(command.refused.code), message=command.refused.message)
             os._exit(3)
+        elif kind == "admitted":
+            say(event="admitted")
         elif kind == "move_out":
             self.move_out(command.move_out)
         elif kind == "move_in":

@@ -3,6 +3,8 @@
 import pytest
 from agent.conftest import GROUP, MIB, Node, contexts
 
+from coslice.wire.v1 import coslice_pb2 as pb
+
 
 async def test_the_first_job_leaves_when_the_second_is_wanted_and_comes_back_intact(node: Node) -> None:
     agent = await node.start(budget=160 * MIB)
@@ -65,6 +67,29 @@ async def test_a_grant_waits_for_a_newcomer_that_is_being_set_aside(node: Node) 
     report = await node.orchestrator.make_resident(GROUP, "job-b", 1)
     assert report.done.restored
     assert contexts(report.done.residency) == {"job-a": "SAVED", "job-b": "LIVE"}
+
+
+async def test_a_newcomer_is_admitted_once_the_orchestrator_knows_that_it_was_set_aside(node: Node) -> None:
+    """It may acquire next: by then a grant must not be given on older facts."""
+    await node.start()
+    await node.workload("job-a", size=100 * MIB)
+    node.orchestrator.deaf, before = True, len(node.orchestrator.reports)
+    newcomer = await node.workload("job-b", size=20 * MIB)
+    asked = await node.orchestrator.until(lambda m: m.HasField("echo"), since=before)
+    told = node.orchestrator.reports[: node.orchestrator.reports.index(asked)]
+    assert contexts(told[-1].residency) == {"job-a": "LIVE", "job-b": "SAVED"}
+    assert all(said["event"] != "admitted" for said in newcomer.said)
+    node.orchestrator.send(pb.AgentCommand(echo=asked.echo))
+    await newcomer.until("admitted")
+
+
+async def test_a_registration_does_not_wait_for_an_orchestrator_that_is_gone(node: Node) -> None:
+    await node.start()
+    node.orchestrator.deaf = True
+    newcomer = await node.workload("job-a", size=20 * MIB)
+    await node.orchestrator.until(lambda m: m.HasField("echo"))
+    await node.orchestrator.stop()
+    await newcomer.until("admitted")
 
 
 async def test_a_newcomer_without_room_is_set_aside_and_restored_for_its_turn(node: Node) -> None:

@@ -9,6 +9,7 @@ from orchestrator.world import World
 from coslice.orchestrator.config import GroupConfig
 from coslice.testing.fake_agent import failing, gated, slow
 from coslice.wire.v1 import coslice_pb2 as pb
+from coslice.wire.v1.coslice_pb2_grpc import OrchestratorStub
 
 
 async def test_an_offer_opens_a_group(world: World) -> None:
@@ -164,3 +165,22 @@ async def test_an_agent_with_a_malformed_group_is_refused(world: World, offer: s
     agent = await world.agent(groups=(offer,))
     assert agent.refused is not None
     assert agent.refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_an_agent_said_before_an_echo_counts_for_whoever_asks_after_it(world: World) -> None:
+    """A process that was set aside learns so from its agent, and acquires: nothing is granted without it."""
+    await world.start()
+    a = await world.client("job-a")
+    async with grpc.aio.insecure_channel(world.app.address) as channel:
+        stream = OrchestratorStub(channel).Attach(wait_for_ready=True)
+        offer = pb.GroupOffer(group="pool", residency=pb.Residency(group="pool", version=1))
+        await stream.write(pb.AgentMessage(hello=pb.AgentHello(node="n0", groups=[offer], instance="one")))
+        assert (await stream.read()).HasField("welcome")
+        context = pb.Context(job="job-a", state=pb.SAVED, bytes=1, incarnation="one")
+        residency = pb.Residency(group="pool", version=2, contexts=[context])
+        await stream.write(pb.AgentMessage(residency=residency))
+        await stream.write(pb.AgentMessage(echo=pb.Echo(number=7)))
+        assert (await stream.read()).echo.number == 7
+        await a.ask("pool")
+        assert (await stream.read()).make_resident.job == "job-a"
+        stream.cancel()
