@@ -981,3 +981,56 @@ def test_two_loaded_jobs_at_the_start_do_not_confuse_the_lock() -> None:
     w.ask(c)
     w.settle()
     assert c.holding
+
+
+def test_after_a_restart_nobody_goes_before_one_who_may_be_about_to_return() -> None:
+    """C11, with the lock free: the yield of the holder is the first thing that the new process hears."""
+    w = world()
+    a = hold(w, "a1", "a")
+    queue = [wait_behind(w, f"{j}1", j) for j in "bcd"]
+    w.restart()
+    w.attach("n0")
+    w.reconnect(a)
+    w.yield_(a)
+    for client in queue[::-1]:  # the last of the queue returns first
+        assert not [e for e in w.effects if isinstance(e, fx.MakeResident)]
+        w.reconnect(client)
+    for client in queue:
+        w.settle()
+        assert client.holding
+        w.yield_(client)
+
+
+def test_after_a_restart_those_ahead_are_waited_for_only_a_moment() -> None:
+    w = world(resettle=2.0)
+    a = hold(w, "a1", "a")
+    b, c, d = (wait_behind(w, f"{j}1", j) for j in "bcd")
+    w.restart()
+    w.attach("n0")
+    for client in (a, d, b):
+        w.reconnect(client)
+    w.yield_(a)
+    w.settle()
+    assert b.holding, "nobody lost is ahead of it"
+    w.yield_(b)
+    w.settle()
+    assert not d.holding, "c may be about to return"
+    w.wait(2.1)
+    w.settle()
+    assert d.holding
+    w.reconnect(c)
+    assert w.open_requests() == [c.asking]
+
+
+def test_a_client_that_is_lost_long_after_a_restart_is_passed_over_at_once() -> None:
+    w = world()
+    a = hold(w, "a1", "a")
+    b, c = wait_behind(w, "b1", "b"), wait_behind(w, "c1", "c")
+    w.restart()
+    w.attach("n0")
+    for client in (a, b, c):
+        w.reconnect(client)
+    w.drop(b)
+    w.yield_(a)
+    w.settle()
+    assert c.holding

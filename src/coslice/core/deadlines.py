@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from coslice.core import effects as fx
 from coslice.core import lease, membership, sessions
 from coslice.core.effects import ReasonCode
-from coslice.core.group_state import Group, Held, active, has_live_ask
+from coslice.core.group_state import Group, Held, active, has_live_ask, missing
+from coslice.core.prose import names
 from coslice.core.turn import Turn
 
 
@@ -25,6 +26,8 @@ def next_deadline(group: Group) -> float | None:
 def _deadlines(group: Group) -> Iterator[float]:
     for session in group.lost:
         yield session.deadline
+    if group.settle_by is not None:
+        yield group.settle_by
     for view in group.views:
         if not view.attached:
             yield view.detached_at + group.rules.node_loss
@@ -48,6 +51,10 @@ def passed(turn: Turn) -> None:
         if session.deadline <= now:
             grace = turn.group.rules.session_grace
             sessions.ended(turn, session.session, f"its connection was lost for {grace:g} s", tell=True)
+    if turn.group.settle_by is not None and turn.group.settle_by <= now:
+        away = names(w.job for w in missing(turn.group))
+        turn.set(settle_by=None)
+        turn.say(ReasonCode.SESSION_LOST, f"{away} did not come back after the restart: passed over for now")
     for view in turn.group.views:
         if not view.attached and view.detached_at + turn.group.rules.node_loss <= now:
             membership.left(turn, view.node, f"its agent was away for {turn.group.rules.node_loss:g} s")

@@ -38,6 +38,7 @@ from coslice.core.group_state import (
     Resident,
     Swapping,
     eligible,
+    missing,
     occupant,
     open_asks,
     record_of,
@@ -116,6 +117,8 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
             deadlines.passed(turn)
         case _:
             assert_never(event)
+    if turn.group.settle_by is not None and not missing(turn.group):
+        turn.set(settle_by=None)
     _advance(turn, policy)
     _keep_books(turn, group)
     return turn.done()

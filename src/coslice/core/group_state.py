@@ -26,6 +26,8 @@ class GroupRules(Struct, frozen=True, kw_only=True):
     """All in seconds unless said otherwise."""
 
     session_grace: float = 10.0
+    resettle: float = 1.5
+    """After a restart nobody is passed over for that long: clients need a moment to come back."""
     confirm_timeout: float = 5.0
     quantum: float = 30.0
     """A holder is asked to give way once it held that long and somebody waited that long."""
@@ -169,6 +171,8 @@ class Group(Struct, frozen=True, kw_only=True):
     jobs: tuple[JobRecord, ...] = ()
     """In the order of first appearance."""
     lost: tuple[LostSession, ...] = ()
+    settle_by: float | None = None
+    """Set by a restart while waiters are not back yet: until then each keeps its turn, not only its place."""
     stuck: tuple[Stuck, ...] = ()
     epoch: Epoch = Epoch(0)
     """The highest ever used or heard of."""
@@ -250,6 +254,17 @@ def _is_live(group: Group, node: NodeId, job: JobId) -> bool:
     return context is not None and context.state is ContextState.LIVE
 
 
+def missing(group: Group) -> tuple[Waiter, ...]:
+    """The waiters of whom nobody is connected, the one being swapped in first."""
+    swap = group.occupancy
+    coming = (swap.waiter,) if isinstance(swap, Swapping) and swap.waiter is not None else ()
+    return tuple(w for w in (*coming, *group.waiters) if not has_live_ask(group, w))
+
+
 def eligible(group: Group) -> tuple[Waiter, ...]:
     """The waiters that may be granted now, in the order of the queue."""
-    return tuple(w for w in group.waiters if has_live_ask(group, w) and not blockers(group, w.job))
+    queue = group.waiters
+    if group.settle_by is not None:
+        ahead = next((i for i, w in enumerate(queue) if not has_live_ask(group, w)), len(queue))
+        queue = queue[:ahead]
+    return tuple(w for w in queue if has_live_ask(group, w) and not blockers(group, w.job))

@@ -18,6 +18,7 @@ from coslice.core.group_state import (
     active,
     context_of,
     eligible,
+    missing,
     open_asks,
 )
 from coslice.core.ids import op_id
@@ -70,6 +71,11 @@ def check_group_step(before: Group, event: ev.GroupEvent, step: Step[Group, fx.G
     was, now = before.occupancy, after.occupancy
     if isinstance(now, Held | Swapping) and (not isinstance(was, Held | Swapping) or was.epoch != now.epoch):
         _require(now.epoch > before.epoch, f"1: epoch {now.epoch} is not new")
+    if after.settle_by is not None and isinstance(now, Held | Swapping) and now.epoch > before.epoch:
+        mine = now.job if isinstance(now, Held) else now.incoming
+        place = next((i for i, w in enumerate(before.waiters) if w.job == mine), len(before.waiters))
+        passed = [w.job for w in before.waiters[:place] if any(v.job == w.job for v in missing(after))]
+        _require(not passed, f"8: after a restart {mine} goes before {passed}, who may be about to return")
     if isinstance(was, Held) and isinstance(now, Held) and was.epoch == now.epoch:
         _require(was.job == now.job, "1: a lease changed its job")
     for effect in step.effects:

@@ -18,6 +18,7 @@ from coslice.core.group_state import (
     Occupancy,
     Resident,
     Swapping,
+    missing,
 )
 from coslice.core.policy.base import Waiter
 
@@ -31,7 +32,7 @@ def restarted(group: Group, now: float) -> Group:
     """The group as the new process takes it over at ``now``; places and leases are kept."""
     grace = now + group.rules.session_grace
     known = dict.fromkeys(s for record in group.jobs for s in record.sessions)
-    return replace(
+    after = replace(
         group,
         views=tuple(replace(v, attached=False, detached_at=now) for v in group.views),
         lost=tuple(LostSession(session=s, deadline=grace) for s in known),
@@ -39,7 +40,9 @@ def restarted(group: Group, now: float) -> Group:
         waiters=tuple(_not_later(w, now) for w in group.waiters),
         occupancy=_restarted(group.occupancy, now),
         since=min(group.since, now),
+        settle_by=None,
     )
+    return replace(after, settle_by=now + group.rules.resettle) if missing(after) else after
 
 
 def stalled(group: Group, now: float) -> Group:
@@ -58,6 +61,7 @@ def stalled(group: Group, now: float) -> Group:
         lost=tuple(replace(s, deadline=now + rules.session_grace) for s in group.lost),
         stuck=tuple(replace(s, retry_at=now + rules.stuck_retry) for s in group.stuck),
         occupancy=held,
+        settle_by=None if group.settle_by is None else now + rules.resettle,
     )
 
 

@@ -18,6 +18,7 @@ from coslice.core.group_state import (
     blockers,
     context_of,
     has_live_ask,
+    missing,
     record_of,
     view_of,
 )
@@ -52,6 +53,12 @@ def why_waiting(group: Group, job: JobId, now: float) -> list[str]:
         )
         lines.append(
             f"Its connection is lost: passed over, and removed in {_left(until, now)} unless it returns."
+        )
+    elif group.settle_by is not None and not isinstance(held, Held | Swapping):
+        ahead = [w.job for w in missing(group)]
+        lines.append(
+            f"The orchestrator restarted; {names(ahead)} may be about to return and keep the turn for "
+            f"{_left(group.settle_by, now)}."
         )
     for stuck in blockers(group, job):
         who = stuck.job or "a process of no job we know"

@@ -42,6 +42,8 @@ class OrchestratorConfig(Struct, frozen=True, kw_only=True):
     default_policy: str = "fifo"
     """Of groups that agents create."""
     session_grace: float = 10.0
+    resettle: float = 1.5
+    """After a restart no grant passes over a client that is not back yet, for that long at most."""
     confirm_timeout: float = 5.0
     quantum: float = 30.0
     """A holder is asked to give way once it held that long and somebody waited that long."""
@@ -59,6 +61,7 @@ class OrchestratorConfig(Struct, frozen=True, kw_only=True):
 def rules(config: OrchestratorConfig) -> GroupRules:
     return GroupRules(
         session_grace=config.session_grace,
+        resettle=config.resettle,
         confirm_timeout=config.confirm_timeout,
         quantum=config.quantum,
         max_hold=config.max_hold,
@@ -87,6 +90,7 @@ def check(config: OrchestratorConfig) -> None:
         seen.add(group.id)
     for name in (
         "session_grace",
+        "resettle",
         "confirm_timeout",
         "quantum",
         "max_hold",

@@ -204,6 +204,12 @@ class Explored:
         self.world.shell.locks[GROUP] = replace(group, occupancy=replace(held, holders=late))
         self._due(self.world)
 
+    def settled(self) -> None:
+        """Nobody is waited for any longer after a restart."""
+        shell = self.world.shell
+        shell.locks[GROUP] = replace(shell.locks[GROUP], settle_by=0.0)
+        self._due(self.world)
+
     @staticmethod
     def _due(world: World) -> None:
         world.shell.due[GROUP] = 0.0
@@ -324,6 +330,8 @@ def _of_time(state: Explored) -> Iterator[Move]:
             yield Move("grace ends", job)
         elif state.budget.has("delays"):
             yield Move("grace ends", job, trouble="delays")
+    if group.settle_by is not None:
+        yield Move("settling ends")
     held = group.occupancy
     if isinstance(held, Held) and any(h.confirm_by is not None for h in active(held)):
         mine = [h.session for h in active(held) if h.confirm_by is not None]
@@ -504,6 +512,10 @@ def _not_confirmed(state: Explored, move: Move) -> None:
     state.unconfirmed()
 
 
+def _settling_ends(state: Explored, move: Move) -> None:
+    state.settled()
+
+
 _DO: dict[str, Callable[[Explored, Move], None]] = {
     "acquire": _acquire,
     "acquire twice": _acquire_twice,
@@ -531,5 +543,6 @@ _DO: dict[str, Callable[[Explored, Move], None]] = {
     "orchestrator killed": _orchestrator_killed,
     "grace ends": _grace_ends,
     "not confirmed": _not_confirmed,
+    "settling ends": _settling_ends,
 }
 LETTERS = tuple(_DO)

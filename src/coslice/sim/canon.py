@@ -173,7 +173,7 @@ class _Naming:
             case _:
                 on = ("empty",)
         waiting = tuple((self.job[w.job], self._waiter(w)) for w in group.waiters)
-        return on, waiting, self._epoch(group.epoch)
+        return on, waiting, group.settle_by is not None, self._epoch(group.epoch)
 
     def _waiter(self, waiter: Waiter) -> Part:
         return tuple(self._request(a.request) for a in waiter.asks), waiter.attempts
