@@ -352,6 +352,7 @@ class ServerMessage(google.protobuf.message.Message):
     YIELDED_FIELD_NUMBER: builtins.int
     LEASE_LOST_FIELD_NUMBER: builtins.int
     SHOULD_YIELD_FIELD_NUMBER: builtins.int
+    LEASE_CONTINUED_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___Welcome: ...
     @property
@@ -366,6 +367,8 @@ class ServerMessage(google.protobuf.message.Message):
     def lease_lost(self) -> Global___LeaseLost: ...
     @property
     def should_yield(self) -> Global___ShouldYield: ...
+    @property
+    def lease_continued(self) -> Global___LeaseContinued: ...
     def __init__(
         self,
         *,
@@ -375,10 +378,11 @@ class ServerMessage(google.protobuf.message.Message):
         yielded: Global___Yielded | None = ...,
         lease_lost: Global___LeaseLost | None = ...,
         should_yield: Global___ShouldYield | None = ...,
+        lease_continued: Global___LeaseContinued | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["granted", b"granted", "kind", b"kind", "lease_lost", b"lease_lost", "refused", b"refused", "should_yield", b"should_yield", "welcome", b"welcome", "yielded", b"yielded"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["granted", b"granted", "kind", b"kind", "lease_lost", b"lease_lost", "refused", b"refused", "should_yield", b"should_yield", "welcome", b"welcome", "yielded", b"yielded"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["welcome", "granted", "refused", "yielded", "lease_lost", "should_yield"] | None: ...
+    def HasField(self, field_name: typing.Literal["granted", b"granted", "kind", b"kind", "lease_continued", b"lease_continued", "lease_lost", b"lease_lost", "refused", b"refused", "should_yield", b"should_yield", "welcome", b"welcome", "yielded", b"yielded"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["granted", b"granted", "kind", b"kind", "lease_continued", b"lease_continued", "lease_lost", b"lease_lost", "refused", b"refused", "should_yield", b"should_yield", "welcome", b"welcome", "yielded", b"yielded"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["welcome", "granted", "refused", "yielded", "lease_lost", "should_yield", "lease_continued"] | None: ...
 
 Global___ServerMessage: typing_extensions.TypeAlias = ServerMessage
 
@@ -549,6 +553,29 @@ class LeaseLost(google.protobuf.message.Message):
 Global___LeaseLost: typing_extensions.TypeAlias = LeaseLost
 
 @typing.final
+class LeaseContinued(google.protobuf.message.Message):
+    """The job was frozen in the middle of its phase, and goes on under a new epoch. Its yield may name either."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    FORMER_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    epoch: builtins.int
+    former: builtins.int
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        epoch: builtins.int = ...,
+        former: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "former", b"former", "group", b"group"]) -> None: ...
+
+Global___LeaseContinued: typing_extensions.TypeAlias = LeaseContinued
+
+@typing.final
 class ShouldYield(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -626,6 +653,7 @@ class GroupStatus(google.protobuf.message.Message):
     SWAPS_FIELD_NUMBER: builtins.int
     BYTES_MOVED_FIELD_NUMBER: builtins.int
     HELD_S_FIELD_NUMBER: builtins.int
+    LOST_LEFT_S_FIELD_NUMBER: builtins.int
     group: builtins.str
     state: builtins.str
     """empty, resident, held, swapping"""
@@ -639,6 +667,8 @@ class GroupStatus(google.protobuf.message.Message):
     bytes_moved: builtins.int
     held_s: builtins.float
     """lock held, sum over all leases that ended"""
+    lost_left_s: builtins.float
+    """the holder's connection is lost; the lease expires in so many seconds"""
     @property
     def waiters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WaiterStatus]: ...
     @property
@@ -660,8 +690,11 @@ class GroupStatus(google.protobuf.message.Message):
         swaps: builtins.int = ...,
         bytes_moved: builtins.int = ...,
         held_s: builtins.float = ...,
+        lost_left_s: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_moved", b"bytes_moved", "epoch", b"epoch", "group", b"group", "held_s", b"held_s", "job", b"job", "jobs", b"jobs", "nodes", b"nodes", "policy", b"policy", "since", b"since", "state", b"state", "swaps", b"swaps", "waiters", b"waiters"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "lost_left_s", b"lost_left_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "bytes_moved", b"bytes_moved", "epoch", b"epoch", "group", b"group", "held_s", b"held_s", "job", b"job", "jobs", b"jobs", "lost_left_s", b"lost_left_s", "nodes", b"nodes", "policy", b"policy", "since", b"since", "state", b"state", "swaps", b"swaps", "waiters", b"waiters"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_lost_left_s", b"_lost_left_s"]) -> typing.Literal["lost_left_s"] | None: ...
 
 Global___GroupStatus: typing_extensions.TypeAlias = GroupStatus
 
@@ -673,10 +706,16 @@ class WaiterStatus(google.protobuf.message.Message):
     WAITED_S_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     REQUEST_FIELD_NUMBER: builtins.int
+    LOST_LEFT_S_FIELD_NUMBER: builtins.int
+    FROZEN_FIELD_NUMBER: builtins.int
     job: builtins.str
     waited_s: builtins.float
     reason: builtins.str
     request: builtins.str
+    lost_left_s: builtins.float
+    """nobody of it is connected; its place is kept for so many seconds"""
+    frozen: builtins.bool
+    """stopped in the middle of its phase; it goes on when it is its turn"""
     def __init__(
         self,
         *,
@@ -684,8 +723,12 @@ class WaiterStatus(google.protobuf.message.Message):
         waited_s: builtins.float = ...,
         reason: builtins.str = ...,
         request: builtins.str = ...,
+        lost_left_s: builtins.float | None = ...,
+        frozen: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "reason", b"reason", "request", b"request", "waited_s", b"waited_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "lost_left_s", b"lost_left_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "frozen", b"frozen", "job", b"job", "lost_left_s", b"lost_left_s", "reason", b"reason", "request", b"request", "waited_s", b"waited_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_lost_left_s", b"_lost_left_s"]) -> typing.Literal["lost_left_s"] | None: ...
 
 Global___WaiterStatus: typing_extensions.TypeAlias = WaiterStatus
 
@@ -735,11 +778,14 @@ class JobStatus(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
     FAULT_FIELD_NUMBER: builtins.int
+    LOST_LEFT_S_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.str
     sessions: builtins.int
     fault: builtins.str
     """empty: none"""
+    lost_left_s: builtins.float
+    """no session of it is connected; the last is given up in so many seconds"""
     def __init__(
         self,
         *,
@@ -747,8 +793,11 @@ class JobStatus(google.protobuf.message.Message):
         incarnation: builtins.str = ...,
         sessions: builtins.int = ...,
         fault: builtins.str = ...,
+        lost_left_s: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fault", b"fault", "incarnation", b"incarnation", "job", b"job", "sessions", b"sessions"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "lost_left_s", b"lost_left_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "fault", b"fault", "incarnation", b"incarnation", "job", b"job", "lost_left_s", b"lost_left_s", "sessions", b"sessions"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_lost_left_s", b"_lost_left_s"]) -> typing.Literal["lost_left_s"] | None: ...
 
 Global___JobStatus: typing_extensions.TypeAlias = JobStatus
 
@@ -788,6 +837,131 @@ class ExplainResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["lines", b"lines"]) -> None: ...
 
 Global___ExplainResponse: typing_extensions.TypeAlias = ExplainResponse
+
+@typing.final
+class ForgetRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    group: builtins.str
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        group: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "job", b"job"]) -> None: ...
+
+Global___ForgetRequest: typing_extensions.TypeAlias = ForgetRequest
+
+@typing.final
+class ForgetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: builtins.int
+    NODES_AWAY_FIELD_NUMBER: builtins.int
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """in which something was cleared"""
+
+    @property
+    def nodes_away(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """not connected, so that they remember it"""
+
+    def __init__(
+        self,
+        *,
+        groups: collections.abc.Iterable[builtins.str] | None = ...,
+        nodes_away: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "nodes_away", b"nodes_away"]) -> None: ...
+
+Global___ForgetResponse: typing_extensions.TypeAlias = ForgetResponse
+
+@typing.final
+class EvictRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    group: builtins.str
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        group: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "job", b"job", "reason", b"reason"]) -> None: ...
+
+Global___EvictRequest: typing_extensions.TypeAlias = EvictRequest
+
+@typing.final
+class EvictResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: builtins.int
+    WAITED_FIELD_NUMBER: builtins.int
+    @property
+    def held(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """groups whose lease it had"""
+
+    @property
+    def waited(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """groups for which it waited"""
+
+    def __init__(
+        self,
+        *,
+        held: collections.abc.Iterable[builtins.str] | None = ...,
+        waited: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held", "waited", b"waited"]) -> None: ...
+
+Global___EvictResponse: typing_extensions.TypeAlias = EvictResponse
+
+@typing.final
+class DeleteGroupRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "reason", b"reason"]) -> None: ...
+
+Global___DeleteGroupRequest: typing_extensions.TypeAlias = DeleteGroupRequest
+
+@typing.final
+class DeleteGroupResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOLDER_FIELD_NUMBER: builtins.int
+    WAITERS_FIELD_NUMBER: builtins.int
+    holder: builtins.str
+    """whose lease ended; empty: nobody's"""
+    @property
+    def waiters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        holder: builtins.str = ...,
+        waiters: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holder", b"holder", "waiters", b"waiters"]) -> None: ...
+
+Global___DeleteGroupResponse: typing_extensions.TypeAlias = DeleteGroupResponse
 
 @typing.final
 class AgentMessage(google.protobuf.message.Message):
@@ -908,6 +1082,8 @@ class Residency(google.protobuf.message.Message):
     HOST_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     HOST_USED_BYTES_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
+    FREEZES_FIELD_NUMBER: builtins.int
     group: builtins.str
     version: builtins.int
     """only grows within an agent instance"""
@@ -917,8 +1093,14 @@ class Residency(google.protobuf.message.Message):
     host_used_bytes: builtins.int
     reason: builtins.str
     """the last decision, in prose"""
+    freezes: builtins.bool
+    """can stop a job in the middle of a phase, and go on with it later"""
     @property
     def contexts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Context]: ...
+    @property
+    def ended(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """<job>/<incarnation>/<pid>/<start_time> of processes seen to end lately"""
+
     def __init__(
         self,
         *,
@@ -930,8 +1112,10 @@ class Residency(google.protobuf.message.Message):
         host_budget_bytes: builtins.int = ...,
         host_used_bytes: builtins.int = ...,
         reason: builtins.str = ...,
+        ended: collections.abc.Iterable[builtins.str] | None = ...,
+        freezes: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["contexts", b"contexts", "device_budget_bytes", b"device_budget_bytes", "device_used_bytes", b"device_used_bytes", "group", b"group", "host_budget_bytes", b"host_budget_bytes", "host_used_bytes", b"host_used_bytes", "reason", b"reason", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contexts", b"contexts", "device_budget_bytes", b"device_budget_bytes", "device_used_bytes", b"device_used_bytes", "ended", b"ended", "freezes", b"freezes", "group", b"group", "host_budget_bytes", b"host_budget_bytes", "host_used_bytes", b"host_used_bytes", "reason", b"reason", "version", b"version"]) -> None: ...
 
 Global___Residency: typing_extensions.TypeAlias = Residency
 
@@ -1109,12 +1293,15 @@ class MakeResident(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     NEED_BYTES_FIELD_NUMBER: builtins.int
+    FREEZE_FIELD_NUMBER: builtins.int
     op: builtins.str
     group: builtins.str
     epoch: builtins.int
     job: builtins.str
     need_bytes: builtins.int
     """declared; 0: unknown"""
+    freeze: builtins.str
+    """this job runs in the middle of a phase: it is stopped even if all fit"""
     def __init__(
         self,
         *,
@@ -1123,8 +1310,9 @@ class MakeResident(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         job: builtins.str = ...,
         need_bytes: builtins.int = ...,
+        freeze: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "group", b"group", "job", b"job", "need_bytes", b"need_bytes", "op", b"op"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "freeze", b"freeze", "group", b"group", "job", b"job", "need_bytes", b"need_bytes", "op", b"op"]) -> None: ...
 
 Global___MakeResident: typing_extensions.TypeAlias = MakeResident
 

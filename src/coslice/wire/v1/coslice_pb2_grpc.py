@@ -61,6 +61,21 @@ class OrchestratorStub(object):
                 request_serializer=coslice_dot_v1_dot_coslice__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=coslice_dot_v1_dot_coslice__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/coslice.v1.Orchestrator/Forget',
+                request_serializer=coslice_dot_v1_dot_coslice__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=coslice_dot_v1_dot_coslice__pb2.ForgetResponse.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/coslice.v1.Orchestrator/Evict',
+                request_serializer=coslice_dot_v1_dot_coslice__pb2.EvictRequest.SerializeToString,
+                response_deserializer=coslice_dot_v1_dot_coslice__pb2.EvictResponse.FromString,
+                _registered_method=True)
+        self.DeleteGroup = channel.unary_unary(
+                '/coslice.v1.Orchestrator/DeleteGroup',
+                request_serializer=coslice_dot_v1_dot_coslice__pb2.DeleteGroupRequest.SerializeToString,
+                response_deserializer=coslice_dot_v1_dot_coslice__pb2.DeleteGroupResponse.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServicer(object):
@@ -103,6 +118,27 @@ class OrchestratorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forget(self, request, context):
+        """For administrators. A job that is over: what is remembered of it, here and on its nodes, is cleared.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Its lease and its places are taken away now. It may ask again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteGroup(self, request, context):
+        """Everybody who waits is refused with GROUP_GONE, and the lease ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +166,21 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=coslice_dot_v1_dot_coslice__pb2.ExplainRequest.FromString,
                     response_serializer=coslice_dot_v1_dot_coslice__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=coslice_dot_v1_dot_coslice__pb2.ForgetRequest.FromString,
+                    response_serializer=coslice_dot_v1_dot_coslice__pb2.ForgetResponse.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=coslice_dot_v1_dot_coslice__pb2.EvictRequest.FromString,
+                    response_serializer=coslice_dot_v1_dot_coslice__pb2.EvictResponse.SerializeToString,
+            ),
+            'DeleteGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteGroup,
+                    request_deserializer=coslice_dot_v1_dot_coslice__pb2.DeleteGroupRequest.FromString,
+                    response_serializer=coslice_dot_v1_dot_coslice__pb2.DeleteGroupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +320,87 @@ class Orchestrator(object):
             '/coslice.v1.Orchestrator/Explain',
             coslice_dot_v1_dot_coslice__pb2.ExplainRequest.SerializeToString,
             coslice_dot_v1_dot_coslice__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/coslice.v1.Orchestrator/Forget',
+            coslice_dot_v1_dot_coslice__pb2.ForgetRequest.SerializeToString,
+            coslice_dot_v1_dot_coslice__pb2.ForgetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/coslice.v1.Orchestrator/Evict',
+            coslice_dot_v1_dot_coslice__pb2.EvictRequest.SerializeToString,
+            coslice_dot_v1_dot_coslice__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/coslice.v1.Orchestrator/DeleteGroup',
+            coslice_dot_v1_dot_coslice__pb2.DeleteGroupRequest.SerializeToString,
+            coslice_dot_v1_dot_coslice__pb2.DeleteGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -111,7 +111,55 @@ _OrchestratorExplainType = typing_extensions.TypeVar(
     ],
 )
 
-class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAttachType, _OrchestratorGetStatusType, _OrchestratorWatchStatusType, _OrchestratorExplainType]):
+_OrchestratorForgetType = typing_extensions.TypeVar(
+    '_OrchestratorForgetType',
+    grpc.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.ForgetRequest,
+        coslice.wire.v1.coslice_pb2.ForgetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.ForgetRequest,
+        coslice.wire.v1.coslice_pb2.ForgetResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.ForgetRequest,
+        coslice.wire.v1.coslice_pb2.ForgetResponse,
+    ],
+)
+
+_OrchestratorEvictType = typing_extensions.TypeVar(
+    '_OrchestratorEvictType',
+    grpc.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.EvictRequest,
+        coslice.wire.v1.coslice_pb2.EvictResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.EvictRequest,
+        coslice.wire.v1.coslice_pb2.EvictResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.EvictRequest,
+        coslice.wire.v1.coslice_pb2.EvictResponse,
+    ],
+)
+
+_OrchestratorDeleteGroupType = typing_extensions.TypeVar(
+    '_OrchestratorDeleteGroupType',
+    grpc.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
+        coslice.wire.v1.coslice_pb2.DeleteGroupResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
+        coslice.wire.v1.coslice_pb2.DeleteGroupResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
+        coslice.wire.v1.coslice_pb2.DeleteGroupResponse,
+    ],
+)
+
+class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAttachType, _OrchestratorGetStatusType, _OrchestratorWatchStatusType, _OrchestratorExplainType, _OrchestratorForgetType, _OrchestratorEvictType, _OrchestratorDeleteGroupType]):
     """───────────────────────────── orchestrator ─────────────────────────────"""
 
     @typing.overload
@@ -135,6 +183,18 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
         grpc.UnaryUnaryMultiCallable[
             coslice.wire.v1.coslice_pb2.ExplainRequest,
             coslice.wire.v1.coslice_pb2.ExplainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            coslice.wire.v1.coslice_pb2.ForgetRequest,
+            coslice.wire.v1.coslice_pb2.ForgetResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            coslice.wire.v1.coslice_pb2.EvictRequest,
+            coslice.wire.v1.coslice_pb2.EvictResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
+            coslice.wire.v1.coslice_pb2.DeleteGroupResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -160,6 +220,18 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
             coslice.wire.v1.coslice_pb2.ExplainRequest,
             coslice.wire.v1.coslice_pb2.ExplainResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            coslice.wire.v1.coslice_pb2.ForgetRequest,
+            coslice.wire.v1.coslice_pb2.ForgetResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            coslice.wire.v1.coslice_pb2.EvictRequest,
+            coslice.wire.v1.coslice_pb2.EvictResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
+            coslice.wire.v1.coslice_pb2.DeleteGroupResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Session: _OrchestratorSessionType
@@ -176,6 +248,15 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
 
     Explain: _OrchestratorExplainType
     """Why does a job wait? The group's recent decisions in prose."""
+
+    Forget: _OrchestratorForgetType
+    """For administrators. A job that is over: what is remembered of it, here and on its nodes, is cleared."""
+
+    Evict: _OrchestratorEvictType
+    """Its lease and its places are taken away now. It may ask again."""
+
+    DeleteGroup: _OrchestratorDeleteGroupType
+    """Everybody who waits is refused with GROUP_GONE, and the lease ends."""
 
 OrchestratorAsyncStub: typing_extensions.TypeAlias = OrchestratorStub[
     grpc.aio.StreamStreamMultiCallable[
@@ -197,6 +278,18 @@ OrchestratorAsyncStub: typing_extensions.TypeAlias = OrchestratorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         coslice.wire.v1.coslice_pb2.ExplainRequest,
         coslice.wire.v1.coslice_pb2.ExplainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.ForgetRequest,
+        coslice.wire.v1.coslice_pb2.ForgetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.EvictRequest,
+        coslice.wire.v1.coslice_pb2.EvictResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
+        coslice.wire.v1.coslice_pb2.DeleteGroupResponse,
     ],
 ]
 
@@ -242,6 +335,30 @@ class OrchestratorServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[coslice.wire.v1.coslice_pb2.ExplainResponse, collections.abc.Awaitable[coslice.wire.v1.coslice_pb2.ExplainResponse]]:
         """Why does a job wait? The group's recent decisions in prose."""
+
+    @abc.abstractmethod
+    def Forget(
+        self,
+        request: coslice.wire.v1.coslice_pb2.ForgetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[coslice.wire.v1.coslice_pb2.ForgetResponse, collections.abc.Awaitable[coslice.wire.v1.coslice_pb2.ForgetResponse]]:
+        """For administrators. A job that is over: what is remembered of it, here and on its nodes, is cleared."""
+
+    @abc.abstractmethod
+    def Evict(
+        self,
+        request: coslice.wire.v1.coslice_pb2.EvictRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[coslice.wire.v1.coslice_pb2.EvictResponse, collections.abc.Awaitable[coslice.wire.v1.coslice_pb2.EvictResponse]]:
+        """Its lease and its places are taken away now. It may ask again."""
+
+    @abc.abstractmethod
+    def DeleteGroup(
+        self,
+        request: coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[coslice.wire.v1.coslice_pb2.DeleteGroupResponse, collections.abc.Awaitable[coslice.wire.v1.coslice_pb2.DeleteGroupResponse]]:
+        """Everybody who waits is refused with GROUP_GONE, and the lease ends."""
 
 def add_OrchestratorServicer_to_server(servicer: OrchestratorServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
