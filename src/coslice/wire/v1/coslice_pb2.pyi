@@ -1098,8 +1098,8 @@ class Residency(google.protobuf.message.Message):
     @property
     def contexts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Context]: ...
     @property
-    def ended(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """<job>/<incarnation>/<pid>/<start_time> of processes seen to end lately"""
+    def ended(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EndedProcess]:
+        """registered processes that were seen to end, the latest last"""
 
     def __init__(
         self,
@@ -1112,12 +1112,38 @@ class Residency(google.protobuf.message.Message):
         host_budget_bytes: builtins.int = ...,
         host_used_bytes: builtins.int = ...,
         reason: builtins.str = ...,
-        ended: collections.abc.Iterable[builtins.str] | None = ...,
+        ended: collections.abc.Iterable[Global___EndedProcess] | None = ...,
         freezes: builtins.bool = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["contexts", b"contexts", "device_budget_bytes", b"device_budget_bytes", "device_used_bytes", b"device_used_bytes", "ended", b"ended", "freezes", b"freezes", "group", b"group", "host_budget_bytes", b"host_budget_bytes", "host_used_bytes", b"host_used_bytes", "reason", b"reason", "version", b"version"]) -> None: ...
 
 Global___Residency: typing_extensions.TypeAlias = Residency
+
+@typing.final
+class EndedProcess(google.protobuf.message.Message):
+    """The agent watched this process and saw its end: whoever spoke for it is not coming back."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    incarnation: builtins.str
+    pid: builtins.int
+    start_time: builtins.int
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        incarnation: builtins.str = ...,
+        pid: builtins.int = ...,
+        start_time: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "job", b"job", "pid", b"pid", "start_time", b"start_time"]) -> None: ...
+
+Global___EndedProcess: typing_extensions.TypeAlias = EndedProcess
 
 @typing.final
 class Context(google.protobuf.message.Message):
