@@ -14,11 +14,12 @@ from msgspec.structs import replace
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core import group as core
-from coslice.core.group_state import Group, occupant
+from coslice.core.brief import brief
+from coslice.core.group_state import Group
 from coslice.core.ids import GroupId, NodeId
 from coslice.core.outcome import Step
 from coslice.core.policy import policy_named
-from coslice.orchestrator import convert, views
+from coslice.orchestrator import convert
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig, rules
 from coslice.runtime.clock import Clock
 from coslice.runtime.driver import Driver
@@ -91,13 +92,13 @@ class Groups:
 
     def unknown(self, request: str, name: str) -> pb.ServerMessage:
         """The refusal of a group that is not there."""
-        known = ", ".join(self._locks)
+        known, name = ", ".join(self._locks), name[:63]
         text = f"there is no group {name!r} here; known: {known}"
         if not known:
             text = (
                 f"there is no group {name!r} here, nor any other: start an agent that offers it (coslice up)"
             )
-        return convert.refused(request, pb.UNKNOWN_GROUP, text, group=name[:63], known_groups=known)
+        return convert.refused(request, pb.UNKNOWN_GROUP, text, group=name, known_groups=known)
 
     def start(self, saved: Mapping[str, tuple[bytes, int]], perform: Perform) -> None:
         """Open every configured group and every saved one, each with the effects a restart says again."""
@@ -159,13 +160,4 @@ class Groups:
     def _record(self, name: str, at: float, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
         if step.reasons:
             self._locks[name].decisions.append(Decision(at=at, event=event, reasons=step.reasons))
-        self._journal.record(name, at, event, step, _summary(step.state))
-
-
-def _summary(group: Group) -> dict[str, object]:
-    return {
-        "occupancy": views.occupancy_name(group),
-        "job": occupant(group) or "",
-        "epoch": group.epoch,
-        "waiting": [waiter.job for waiter in group.waiters],
-    }
+        self._journal.record(name, at, event, step, brief(step.state))

@@ -1,11 +1,10 @@
 """Questions about a group's state that only the edge asks: what a reply or a status page shows. Pure."""
 
 from collections.abc import Iterator
-from typing import assert_never
 
 from coslice.core import story
+from coslice.core.brief import occupancy_name
 from coslice.core.group_state import (
-    Empty,
     Group,
     Held,
     NodeView,
@@ -46,20 +45,6 @@ def waiting(group: Group) -> int:
 def stays(group: Group, job: JobId) -> bool:
     """The lock is free and the job's state was left where it is."""
     return not group.waiters and isinstance(group.occupancy, Resident) and group.occupancy.job == job
-
-
-def occupancy_name(group: Group) -> str:
-    match group.occupancy:
-        case Empty():
-            return "empty"
-        case Resident():
-            return "resident"
-        case Held():
-            return "held"
-        case Swapping():
-            return "swapping"
-        case _:
-            assert_never(group.occupancy)
 
 
 def status(group: Group, *, policy: str, now: float) -> pb.GroupStatus:

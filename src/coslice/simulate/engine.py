@@ -1,0 +1,159 @@
+"""The clock: one heap of what is to happen, one inbox of events for the locks. Deterministic for a seed.
+
+Called by ``simulate``. An event posted while a step is being carried out is heard after it, as by the driver.
+"""
+
+import heapq
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.group_state import GroupRules
+from coslice.core.ids import JobId, SessionId
+from coslice.runtime.journal import Journal
+from coslice.simulate.jobs import Loop, Run
+from coslice.simulate.lock import Lock
+from coslice.simulate.spec import Job, Scenario, check
+
+Progress = Callable[[float], None]
+
+
+class Engine:
+    def __init__(self, scenario: Scenario, *, journal: Journal | None = None, judge: bool = False) -> None:
+        check(scenario)
+        self.scenario, self.cost = scenario, scenario.cost
+        self.journal, self.judge = journal, judge
+        self.now = 0.0
+        self.core_steps = self.node_steps = self.rejected = 0
+        self.wall_s = 0.0
+        self._dice = random.Random(scenario.seed)
+        self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._order = 0
+        self._inbox: deque[tuple[Lock, ev.GroupEvent]] = deque()
+        self._draining = False
+        rules = GroupRules(max_hold=scenario.max_hold, on_overrun=scenario.on_overrun)
+        self.locks = {pool.name: Lock(self, pool, scenario.policy, rules) for pool in scenario.pools}
+        self.runs = {JobId(job.name): Run(self, job) for job in scenario.jobs}
+        self._here = len(scenario.jobs)
+
+    # ── time ──
+
+    def later(self, at: float, act: Callable[[Any], None], what: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (at, self._order, act, what))
+
+    def post(self, lock: Lock, event: ev.GroupEvent) -> None:
+        self._inbox.append((lock, event))
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._inbox:
+                to, what = self._inbox.popleft()
+                to.take(what)
+        finally:
+            self._draining = False
+
+    def run(self, progress: Progress | None = None) -> None:
+        """To the end of the scenario. ``progress`` hears the virtual time about twice a second."""
+        begun = time.perf_counter()
+        until = self.scenario.until or float("inf")
+        for lock in self.locks.values():
+            for node in lock.nodes.values():
+                node.attach()
+        for run in self.runs.values():
+            self.later(run.arrival, self._arrive, run)
+        self._plan_faults()
+        heap, said, count = self._heap, begun, 0
+        while heap and heap[0][0] <= until and self._here:
+            self.now, _, act, what = heapq.heappop(heap)
+            act(what)
+            count += 1
+            if progress is not None and not count % 4096 and time.perf_counter() - said > 0.5:
+                said = time.perf_counter()
+                progress(self.now)
+        if self.scenario.until and self._here:
+            self.now = self.scenario.until
+        for run in self.runs.values():
+            for loop in run.loops:
+                loop.close()
+        for lock in self.locks.values():
+            lock.close()
+        self.wall_s = time.perf_counter() - begun
+
+    # ── jobs ──
+
+    def locks_of(self, job: Job) -> list[Lock]:
+        names = dict.fromkeys(phase.group for phase in (*job.loop, *job.produce) if phase.group)
+        return [self.locks[name] for name in names]
+
+    def _arrive(self, run: Run) -> None:
+        if run.left or run.incarnation:
+            return
+        run.start()
+
+    def left(self, run: Run) -> None:
+        self._here -= 1
+
+    def granted(self, lock: Lock, grant: fx.Grant) -> None:
+        loop = self._loop(grant.session)
+        if loop is not None and loop.epoch is None:
+            loop.granted(lock, grant.request, grant.epoch)
+
+    def refused(self, refusal: fx.Refuse) -> None:
+        """The job is started again, later."""
+        loop = self._loop(refusal.session)
+        if loop is not None:
+            self.kill(loop.job.name)
+
+    def lost(self, lock: Lock, lost: fx.LoseLease) -> None:
+        loop = self._loop(lost.session)
+        if loop is not None and loop.epoch == lost.epoch and loop.lock is lock:
+            loop.interrupted()
+
+    def _loop(self, session: SessionId) -> Loop | None:
+        """Who speaks on that session now; a session of an earlier start has nobody."""
+        job = self.runs.get(JobId(session.split("/", 1)[0]))
+        if job is None:
+            return None
+        return next((loop for loop in job.loops if loop.session == session and job.incarnation), None)
+
+    # ── faults ──
+
+    def fails(self) -> bool:
+        share = self.scenario.faults.failed_moves
+        return share > 0 and self._dice.random() < share
+
+    def kill(self, job: JobId) -> None:
+        run = self.runs[job]
+        if run.incarnation and not run.left:
+            run.die()
+            self.later(self.now + self.scenario.faults.restart_s, self._arrive, run)
+
+    def _plan_faults(self) -> None:
+        faults = self.scenario.faults
+        if faults.crashes:
+            for run in self.runs.values():
+                self.later(run.arrival + self._gap(faults.crashes), self._crash, run)
+        if faults.outages:
+            for lock in self.locks.values():
+                for node in lock.nodes.values():
+                    self.later(self._gap(faults.outages), self._outage, node)
+
+    def _gap(self, per_hour: float) -> float:
+        return self._dice.expovariate(per_hour / 3600)
+
+    def _crash(self, run: Run) -> None:
+        if not run.left:
+            self.kill(run.name)
+            self.later(self.now + self._gap(self.scenario.faults.crashes), self._crash, run)
+
+    def _outage(self, node: Any) -> None:
+        if node.attached:
+            node.detach()
+            self.later(self.now + self.scenario.faults.outage_s, lambda _: node.attach(), None)
+        self.later(self.now + self._gap(self.scenario.faults.outages), self._outage, node)
