@@ -79,6 +79,10 @@ class Member:
     """This agent instance has told the group of it (not yet for one that only the store remembers)."""
     device: str = "host"
     modes: tuple[str, ...] = ("offload",)
+    endpoint: str = ""
+    """Address of the engine that this process is, if it is one: the agent moves its state over HTTP."""
+    engine: str = ""
+    """``vllm`` or ``sglang``; empty: to be found out."""
     baseline: int = 0
     """Anonymous memory of the process itself, which is not state and never leaves."""
     full: int = 0
