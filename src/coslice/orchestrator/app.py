@@ -26,12 +26,17 @@ from coslice.orchestrator.groups import Groups
 from coslice.orchestrator.outbox import End
 from coslice.orchestrator.service import OrchestratorService
 from coslice.orchestrator.sessions import Session, Sessions
+from coslice.orchestrator.upstream import SERVICE as UPSTREAM
+from coslice.orchestrator.upstream import UpstreamService
 from coslice.orchestrator.verbs import Verbs
 from coslice.orchestrator.watch import Watchers
 from coslice.runtime.clock import Clock, LoopClock
 from coslice.runtime.journal import Journal
 from coslice.runtime.supervisor import Supervisor
 from coslice.store import Store, make_store
+from coslice.wire.upstream.timeslice_orchestrator_pb2_grpc import (
+    add_TimeSliceOrchestratorServiceServicer_to_server,
+)
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
@@ -77,8 +82,10 @@ class OrchestratorApp:
             stack.callback(journal.close)
             server, address = _bind(self.config)
             stack.push_async_callback(self._supervisor.stop)
-            self._service = self._assemble(store, saved, journal, clock)
+            self._service, upstream = self._assemble(store, saved, journal, clock)
+            await upstream.start()
             pb_grpc.add_OrchestratorServicer_to_server(self._service, server)
+            add_TimeSliceOrchestratorServiceServicer_to_server(upstream, server)
             health = await _serve(server)
             stack.push_async_callback(self._end_streams, server, health)
             self._open = stack.pop_all()
@@ -88,15 +95,20 @@ class OrchestratorApp:
 
     def _assemble(
         self, store: Store, saved: Mapping[str, tuple[bytes, int]], journal: Journal, clock: Clock
-    ) -> OrchestratorService:
+    ) -> tuple[OrchestratorService, UpstreamService]:
         config, watchers = self.config, Watchers()
+
+        def changed(group: GroupId) -> None:
+            watchers.changed(group)
+            upstream.changed(group)
+
         groups = Groups(
             config,
             store=store,
             journal=journal,
             clock=clock,
             supervisor=self._supervisor,
-            changed=watchers.changed,
+            changed=changed,
         )
         sessions = Sessions(groups=groups, clock=clock, grace=config.session_grace, limit=config.max_sessions)
         agents = Agents(groups=groups, clock=clock, instance=self.instance)
@@ -120,18 +132,23 @@ class OrchestratorApp:
                 text=text,
             )
 
+        verbs = Verbs(groups=groups, clock=clock, note=note)
+        upstream = UpstreamService(
+            groups=groups, sessions=sessions, verbs=verbs, clock=clock, instance=self.instance
+        )
         groups.start(saved, perform)
-        return OrchestratorService(
+        service = OrchestratorService(
             instance=self.instance,
             groups=groups,
             sessions=sessions,
-            verbs=Verbs(groups=groups, clock=clock, note=note),
+            verbs=verbs,
             agents=agents,
             watchers=watchers,
             clock=clock,
             hello_timeout=config.hello_timeout,
             session_grace=config.session_grace,
         )
+        return service, upstream
 
     async def wait_ready(self) -> None:
         """Returns once ``start`` is done."""
@@ -204,9 +221,9 @@ def _why_not(listen: str) -> str:
 async def _serve(server: grpc.aio.Server) -> HealthServicer:
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+    names = (SERVICE, UPSTREAM, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     await server.start()
-    for name in ("", SERVICE):
+    for name in ("", SERVICE, UPSTREAM):
         await health.set(name, health_pb2.HealthCheckResponse.SERVING)
     return health
