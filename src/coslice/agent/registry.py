@@ -20,6 +20,7 @@ from coslice.agent.processes import Process, owner, start_time
 from coslice.core import holdings as core
 from coslice.core.ids import GroupId, Incarnation, JobId, check_name
 from coslice.core.outcome import Rejected
+from coslice.security import fingerprint
 from coslice.sizes import format_size
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -122,10 +123,8 @@ class Registry:
                 check_name("group", message.group)
         except ValueError as error:
             raise RegistrationRefused(pb.INVALID, str(error)) from None
-        if len(message.incarnation) > TOKEN_MAX or "/" in message.incarnation:
-            raise RegistrationRefused(
-                pb.INVALID, f"an incarnation is at most {TOKEN_MAX} characters, without '/'"
-            )
+        if len(message.incarnation) > TOKEN_MAX:
+            raise RegistrationRefused(pb.INVALID, f"an incarnation is at most {TOKEN_MAX} characters")
         if min(message.state_bytes, message.need_bytes, message.parked_bytes) < 0:
             raise RegistrationRefused(pb.INVALID, "sizes are bytes and cannot be negative")
         if message.group and GroupId(message.group) not in self._groups:
@@ -160,7 +159,7 @@ class Registry:
     def _incarnation(self, message: pb.Register) -> Incarnation:
         """Its token; a process without one joins the job's other processes without one, or is the first."""
         if message.incarnation:
-            return Incarnation(message.incarnation)
+            return Incarnation(fingerprint.incarnation(message.incarnation))
         for member in self._members.of_job(GroupId(message.group), JobId(message.job)):
             if member.incarnation.startswith("self-"):
                 return member.incarnation

@@ -9,6 +9,7 @@ a *giving* (a yield without confirmation) is sent again until it is answered, so
 is shared: every claim of this process on the same group counts, and the last one to end gives the lock back.
 """
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -94,6 +95,8 @@ class Session:
     def __init__(self, hello: pb.Hello, *, address: str) -> None:
         self.hello = hello
         self.address = address
+        # Requests are shown to people; the session's id is what a client proves itself with, and is not.
+        self._prefix = hashlib.sha256(hello.session.encode()).hexdigest()[:8]
         self.open = False
         """A stream takes our messages."""
         self.welcomed = False
@@ -409,7 +412,7 @@ class Session:
 
     def _next_request(self) -> str:
         self._counter += 1
-        return f"{self.hello.session}/{self._counter}"
+        return f"{self._prefix}-{self._counter}"
 
     def _wake_all(self) -> None:
         for claim in self._claims:

@@ -27,8 +27,9 @@ def check_name(kind: str, text: str) -> str:
     and ending with a letter or digit. It is also valid as a Kubernetes label value.
     """
     if _NAME.fullmatch(text) is None:
+        shown = text if len(text) <= 80 else text[:77] + "…"
         raise ValueError(
-            f"{text!r} is not a {kind} name: use 1 to 63 letters, digits, '.', '_' or '-', "
+            f"{shown!r} is not a {kind} name: use 1 to 63 letters, digits, '.', '_' or '-', "
             "beginning and ending with a letter or digit"
         )
     return text

@@ -19,6 +19,7 @@ from coslice.core.ids import (
     check_name,
 )
 from coslice.core.outcome import Rejected
+from coslice.security import fingerprint
 from coslice.wire.v1 import coslice_pb2 as pb
 
 _STATE_OF: dict[pb.ContextState.ValueType, ev.ContextState] = {
@@ -33,7 +34,7 @@ _MAX_TOKEN = 200
 
 
 class Identity(Struct, frozen=True, kw_only=True):
-    """Who speaks on a session's stream."""
+    """Who speaks on a session's stream. Its secrets end here: behind the edge there are fingerprints only."""
 
     job: JobId
     incarnation: Incarnation
@@ -51,14 +52,24 @@ def token(kind: str, text: str) -> str:
     return text
 
 
+def scoped(session: SessionId, request: str) -> RequestId:
+    """A request as the core knows it: no session can name another's. Raises ``ValueError``."""
+    return RequestId(f"{session}/{token('request', request)}")
+
+
+def unscoped(request: RequestId) -> str:
+    """The request as its client named it."""
+    return request.partition("/")[2]
+
+
 def identity(hello: pb.Hello) -> Identity:
     """Raises ``ValueError`` naming the field that is malformed."""
     if hello.incarnation:  # callers without one join whoever runs under the same job id
         token("incarnation", hello.incarnation)
     return Identity(
         job=JobId(check_name("job", hello.job)),
-        incarnation=Incarnation(hello.incarnation),
-        session=SessionId(token("session", hello.session)),
+        incarnation=Incarnation(fingerprint.incarnation(hello.incarnation)),
+        session=SessionId(fingerprint.session(token("session", hello.session))),
         node=hello.node[:_MAX_TOKEN],
         pid=hello.pid,
         start_time=hello.start_time,
@@ -75,7 +86,7 @@ def acquire_event(who: Identity, message: pb.Acquire, *, at: float, more: bool) 
         job=who.job,
         incarnation=who.incarnation,
         session=who.session,
-        request=RequestId(token("request", message.request)),
+        request=scoped(who.session, message.request),
         world=message.world,
         need=message.need_bytes,
         more=more,
@@ -99,7 +110,7 @@ def lease(group: GroupId, grant: fx.Grant) -> pb.Lease:
 
 
 def granted(request: RequestId, leases: list[pb.Lease]) -> pb.ServerMessage:
-    return pb.ServerMessage(granted=pb.Granted(request=request, leases=leases))
+    return pb.ServerMessage(granted=pb.Granted(request=unscoped(request), leases=leases))
 
 
 def refused(request: str, code: pb.Code.ValueType, message: str, **data: str) -> pb.ServerMessage:
@@ -117,7 +128,7 @@ def rejection(request: str, error: Rejected) -> pb.ServerMessage:
 
 
 def refusal(group: GroupId, job: JobId, effect: fx.Refuse) -> pb.ServerMessage:
-    return refused(effect.request, code_named(effect.code), effect.reason, group=group, job=job)
+    return refused(unscoped(effect.request), code_named(effect.code), effect.reason, group=group, job=job)
 
 
 def lease_lost(group: GroupId, effect: fx.LoseLease) -> pb.ServerMessage:

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from coslice.core.ids import Epoch, GroupId
+from coslice.core.ids import Epoch, GroupId, check_name
 from coslice.orchestrator import convert, views
 from coslice.orchestrator import sessions as people
 from coslice.orchestrator.agents import Agents, Link
-from coslice.orchestrator.explain import LINES, explain
-from coslice.orchestrator.groups import Groups
+from coslice.orchestrator.explain import LINES, explain, jobs, known
+from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.outbox import End, Outbox
 from coslice.orchestrator.verbs import Verbs
 from coslice.orchestrator.watch import Watchers
@@ -162,10 +162,24 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         lock = self._groups.get(request.group)
         if lock is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "explain one group: name it")
+        await self._check_question(lock, request, context)
         lines = explain(
             lock, self._groups, now=self._clock.now(), job=request.job, last=request.last or LINES
         )
         return pb.ExplainResponse(lines=lines)
+
+    async def _check_question(self, lock: GroupLock, request: pb.ExplainRequest, context: Context) -> None:
+        try:
+            if request.last < 0:
+                raise ValueError(f"the last {request.last} decisions? Give a number above 0, or none")
+            if request.job:
+                check_name("job", request.job)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if request.job and not known(lock, request.job):
+            there = ", ".join(jobs(lock)) or "none"
+            text = f"group {lock.id} knows no job {request.job}: it never asked, or is over; known: {there}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
 
     def _status(self, group: str) -> pb.GetStatusResponse:
         now = self._clock.now()

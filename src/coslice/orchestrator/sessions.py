@@ -98,7 +98,9 @@ class Session:
                 self.asked.pop(asked.request)  # answered, never confirmed
             else:
                 text = f"{group} was lost while the request waited for another group: {effect.reason}"
-                answer = convert.refused(asked.request, pb.FAILED, f"{text}; acquire again", group=group)
+                answer = convert.refused(
+                    convert.unscoped(asked.request), pb.FAILED, f"{text}; acquire again", group=group
+                )
                 self._give_up(asked.request, answer)
         self.send(convert.lease_lost(group, effect))
 
@@ -153,7 +155,7 @@ class Sessions:
             f"job {who.job} is running already: pid {other.pid} on {other.node or 'an unnamed node'}. "
             "Use another --job name, or stop it"
         )
-        facts = {"job": who.job, "pid": str(other.pid), "node": other.node, "incarnation": other.incarnation}
+        facts = {"job": who.job, "pid": str(other.pid), "node": other.node}
         return convert.refused("", pb.JOB_RUNNING, text, **facts)
 
     def admit(self, who: convert.Identity, outbox: Outbox[pb.ServerMessage]) -> Session:

@@ -36,12 +36,13 @@ class Verbs:
                 request = message.acquire.request
                 await self._acquire(session, message.acquire)
             elif kind == "confirm":
-                self._confirm(session, RequestId(message.confirm.request))
+                self._confirm(session, convert.scoped(session.who.session, message.confirm.request))
             elif kind == "yield":
                 request = getattr(message, "yield").request
                 await self._yield(session, getattr(message, "yield"))
             elif kind == "abandon":
-                self._abandon(session, RequestId(message.abandon.request), message.abandon.reason)
+                said = message.abandon
+                self._abandon(session, convert.scoped(session.who.session, said.request), said.reason)
             elif kind == "note":
                 self._note(session, message.note)
             else:
@@ -52,13 +53,13 @@ class Verbs:
     # ── acquire ────────────────────────────────────────────────────────────
 
     async def _acquire(self, session: Session, message: pb.Acquire) -> None:
-        request = RequestId(convert.token("request", message.request))
-        locks = self._known(session, request, message.groups)
+        request = convert.scoped(session.who.session, message.request)
+        locks = self._known(session, message.request, message.groups)
         if not locks or self._out_of_order(session, request, locks):
             return
         asked = session.asked.setdefault(request, Asked(request, locks))
         if asked.locks != locks:
-            raise ValueError(f"request {request} was made for other groups: use a fresh request id")
+            raise ValueError(f"request {message.request} was made for other groups: use a fresh request id")
         session.locks.update((lock.id, lock) for lock in locks)
         if len(locks) > 1:
             self._acquire_several(session, asked, message)
@@ -67,7 +68,7 @@ class Verbs:
             await locks[0].post(convert.acquire_event(session.who, message, at=self._clock.now(), more=False))
         except Rejected as error:
             session.asked.pop(request, None)
-            session.send(convert.rejection(request, error))
+            session.send(convert.rejection(message.request, error))
 
     def _known(self, session: Session, request: str, names: Sequence[str]) -> tuple[GroupLock, ...]:
         """The groups named, in the global order; () once the request is refused."""
@@ -98,7 +99,7 @@ class Verbs:
                     f"or ask for both in one request"
                 )
                 facts = {"group": early.id, "held": held.id}
-                session.send(convert.refused(request, pb.LOCK_ORDER, text, **facts))
+                session.send(convert.refused(convert.unscoped(request), pb.LOCK_ORDER, text, **facts))
                 return True
         return False
 
@@ -126,7 +127,7 @@ class Verbs:
             session.send(asked.answer)
             done = True
         except Rejected as error:
-            session.send(convert.rejection(asked.request, error))
+            session.send(convert.rejection(convert.unscoped(asked.request), error))
         except GivenUp as end:
             session.send(end.answer)
         finally:
