@@ -17,7 +17,7 @@ from coslice.core.ids import JobId, SessionId
 from coslice.runtime.journal import Journal
 from coslice.simulate.jobs import Loop, Run
 from coslice.simulate.lock import Lock
-from coslice.simulate.spec import Job, Scenario, check
+from coslice.simulate.spec import Scenario, check
 
 Progress = Callable[[float], None]
 
@@ -87,12 +87,8 @@ class Engine:
 
     # ── jobs ──
 
-    def locks_of(self, job: Job) -> list[Lock]:
-        names = dict.fromkeys(phase.group for phase in (*job.loop, *job.produce) if phase.group)
-        return [self.locks[name] for name in names]
-
     def _arrive(self, run: Run) -> None:
-        if run.left or run.incarnation:
+        if run.left or run.running:
             return
         run.start()
 
@@ -120,7 +116,7 @@ class Engine:
         job = self.runs.get(JobId(session.split("/", 1)[0]))
         if job is None:
             return None
-        return next((loop for loop in job.loops if loop.session == session and job.incarnation), None)
+        return next((loop for loop in job.loops if loop.session == session and job.running), None)
 
     # ── faults ──
 
@@ -130,7 +126,7 @@ class Engine:
 
     def kill(self, job: JobId) -> None:
         run = self.runs[job]
-        if run.incarnation and not run.left:
+        if run.running:
             run.die()
             self.later(self.now + self.scenario.faults.restart_s, self._arrive, run)
 

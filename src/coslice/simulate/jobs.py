@@ -1,10 +1,15 @@
-"""A job on the virtual clock: its loops go through their phases, ask, compute, yield, and remember."""
+"""A job on the virtual clock: its loops go through their stretches, ask, compute, yield, and remember.
+
+A closed job has one loop. A buffered one has a second that makes batches: a ``Maker`` if that takes no
+accelerators of ours, else another ``Loop``.
+"""
 
 from typing import TYPE_CHECKING
 
 from coslice.core import events as ev
 from coslice.core.ids import Epoch, Incarnation, JobId, RequestId, SessionId
-from coslice.simulate.spec import Job, Phase
+from coslice.simulate.solo import seconds
+from coslice.simulate.spec import Job, Pass, groups_of
 
 if TYPE_CHECKING:
     from coslice.simulate.engine import Engine
@@ -16,7 +21,6 @@ class Run:
 
     __slots__ = (
         "arrival",
-        "begun",
         "busy",
         "ends",
         "engine",
@@ -24,31 +28,38 @@ class Run:
         "left",
         "loops",
         "made",
+        "maker",
         "name",
-        "need",
         "registered",
-        "size",
         "spec",
         "starts",
-        "taken",
         "waits",
+        "whole",
     )  # fmt: skip
 
     def __init__(self, engine: "Engine", spec: Job) -> None:
         self.engine, self.spec = engine, spec
-        self.name, self.size, self.need = JobId(spec.name), spec.bytes, spec.need
-        self.starts = 0
-        self.incarnation = Incarnation("")
-        self.arrival = spec.arrival
+        self.name, self.arrival = JobId(spec.name), spec.arrival
+        self.starts, self.incarnation = 0, Incarnation("")
         self.ends: list[float] = []
+        """When each step was finished."""
         self.waits: list[float] = []
         self.busy: dict[str, float] = {}
         """Seconds of computing within the window of the figures, by group."""
-        self.made = self.taken = 0
         self.left = False
         self.registered: set[str] = set()
-        main = Loop(self, spec.loop, "main")
-        self.loops = (main, Loop(self, spec.produce, "produce")) if spec.produce else (main,)
+        self.made, self.whole = 0, int(spec.staleness)
+        self.loops = [Loop(self, spec.loop, "main")]
+        self.maker: Maker | Loop | None = None
+        if any(part.group for one in spec.produce for part in one):
+            self.maker = Loop(self, spec.produce, "produce")
+            self.loops.append(self.maker)
+        elif spec.produce:
+            self.maker = Maker(self)
+
+    @property
+    def running(self) -> bool:
+        return bool(self.incarnation) and not self.left
 
     def start(self) -> None:
         """The job's processes begin, at first or again after a crash."""
@@ -57,86 +68,132 @@ class Run:
         self.registered.clear()
         for loop in self.loops:
             loop.session = SessionId(f"{self.name}/{self.starts}/{loop.name}")
-            loop.next_phase()
+            loop.go_on()
+        if isinstance(self.maker, Maker):
+            self.maker.go_on()
 
     def die(self) -> None:
         """Every process is gone at once; its streams break, and its agents see it exit."""
-        engine = self.engine
-        self.incarnation, old = Incarnation(""), self.incarnation
-        for loop in self.loops:
-            loop.stop()
-            for lock in engine.locks_of(self.spec):
-                lock.post(ev.SessionLost(at=engine.now, session=loop.session))
-        self._leave_nodes(old)
+        self._stop(ev.SessionLost)
 
     def leave(self) -> None:
         """The training is done."""
-        engine = self.engine
         self.left = True
+        self._stop(ev.SessionClosed)
+
+    def _stop(self, how: type[ev.SessionLost] | type[ev.SessionClosed]) -> None:
+        engine, old = self.engine, self.incarnation
+        self.incarnation = Incarnation("")
+        if isinstance(self.maker, Maker):
+            self.maker.stop()
         for loop in self.loops:
             loop.stop()
-            for lock in engine.locks_of(self.spec):
-                lock.post(ev.SessionClosed(at=engine.now, session=loop.session))
-        self._leave_nodes(self.incarnation)
-
-    def _leave_nodes(self, incarnation: Incarnation) -> None:
+            for group in groups_of(self.spec):
+                engine.locks[group].post(how(at=engine.now, session=loop.session))
         for name in sorted(self.registered):
-            for node in self.engine.locks[name].nodes.values():
-                node.gone(self.name, incarnation)
+            for node in engine.locks[name].nodes.values():
+                node.gone(self.name, old)
 
     # ── batches ──
 
-    def may_make(self) -> bool:
-        return self.made - self.taken < self.spec.ahead
+    def may_begin(self, loop: "Loop") -> bool:
+        """May it begin another pass now?"""
+        if self.maker is None:
+            return True
+        if loop is self.maker:
+            return self.made - len(self.ends) <= self.whole
+        return self.made > len(self.ends)
 
     def finished_pass(self, loop: "Loop") -> None:
-        if loop is not self.loops[0]:
-            self.made += 1
-            self.loops[0].wake()
+        if loop is self.maker:
+            self.batch_made()
             return
         self.ends.append(self.engine.now)
         if self.spec.steps and len(self.ends) >= self.spec.steps:
             self.leave()
             self.engine.left(self)
+        elif self.maker is not None:
+            self.maker.wake()
+
+    def batch_made(self) -> None:
+        self.made += 1
+        self.loops[0].wake()
+
+
+class Maker:
+    """Makes batches on accelerators that nobody shares (``profile.cycle.Batches`` has the rule)."""
+
+    __slots__ = ("done", "idle", "job", "part", "token")
+
+    def __init__(self, job: Run) -> None:
+        self.job, self.token, self.idle = job, 0, False
+        self.part = job.spec.staleness - job.whole
+        self.done = 0.0
+        """The share of the present batch that is made."""
+
+    def go_on(self) -> None:
+        job = self.job
+        ahead = job.made - len(job.ends) - job.whole
+        share = 1.0 if ahead <= 0 else self.part if ahead == 1 else 0.0
+        if share <= self.done:
+            self.idle = True
+            return
+        make = job.spec.produce[job.made % len(job.spec.produce)]
+        self.token += 1
+        job.engine.later(
+            job.engine.now + (share - self.done) * seconds(make), self._made, (self.token, share)
+        )
+
+    def _made(self, what: tuple[int, float]) -> None:
+        token, share = what
+        if token != self.token:
+            return
+        self.done = share
+        if share == 1.0:
+            self.done = 0.0
+            self.job.batch_made()
+        self.go_on()
+
+    def wake(self) -> None:
+        if self.idle:
+            self.idle = False
+            self.go_on()
+
+    def stop(self) -> None:
+        self.token += 1
+        self.idle = False
 
 
 class Loop:
     """One process of a job. ``token`` changes whenever what it waits for is no longer wanted."""
 
-    __slots__ = ("asked", "began", "count", "epoch", "idle", "index", "job", "lock", "mid", "name", "phases",
+    __slots__ = ("asked", "began", "count", "epoch", "idle", "index", "job", "lock", "mid", "name", "passes",
                  "session", "step", "token")  # fmt: skip
 
-    def __init__(self, job: Run, phases: tuple[Phase, ...], name: str) -> None:
-        self.job, self.phases, self.name = job, phases, name
+    def __init__(self, job: Run, passes: tuple[Pass, ...], name: str) -> None:
+        self.job, self.passes, self.name = job, passes, name
         self.session = SessionId("")
         self.index = self.step = self.count = self.token = 0
         self.asked = self.began = 0.0
         self.epoch: Epoch | None = None
         self.lock: Lock | None = None
+        """Whose lease it has, or has asked for."""
         self.idle = False
-        """Waits for a batch, or for room for one."""
+        """Waits for a batch, or for a step to be finished."""
         self.mid = False
         """Within a pass."""
 
-    def next_phase(self) -> None:
+    def go_on(self) -> None:
         job, engine = self.job, self.job.engine
-        if not self.mid and len(job.loops) == 2:
-            if self is job.loops[0]:
-                if job.made <= job.taken:
-                    self.idle = True
-                    return
-                job.taken += 1
-                job.loops[1].wake()
-            elif not job.may_make():
-                self.idle = True
-                return
-        self.mid = True
-        phase = self.phases[self.index]
-        if not phase.group:
-            self._run(phase)
+        if not self.mid and not job.may_begin(self):
+            self.idle = True
             return
-        self.lock = engine.locks[phase.group]
-        self.asked = engine.now
+        self.mid = True
+        part = self.passes[self.step % len(self.passes)][self.index]
+        if not part.group:
+            self._run(part.seconds)
+            return
+        self.lock, self.asked = engine.locks[part.group], engine.now
         self.count += 1
         self.lock.post(
             ev.AcquireRequested(
@@ -145,15 +202,15 @@ class Loop:
                 incarnation=job.incarnation,
                 session=self.session,
                 request=RequestId(f"{self.session}/{self.count}"),
-                need=job.need,
-                phase=phase.name,
+                need=job.spec.need,
+                phase=part.name,
             )
         )
 
     def wake(self) -> None:
         if self.idle:
             self.idle = False
-            self.next_phase()
+            self.go_on()
 
     def granted(self, lock: "Lock", request: RequestId, epoch: Epoch) -> None:
         job, engine = self.job, self.job.engine
@@ -164,15 +221,14 @@ class Loop:
         if lock.name not in job.registered:
             job.registered.add(lock.name)
             for node in lock.nodes.values():
-                node.register(job.name, job.incarnation, job.size, job.need)
-        self._run(self.phases[self.index])
+                node.register(job.name, job.incarnation, job.spec.bytes, job.spec.need)
+        self._run(self.passes[self.step % len(self.passes)][self.index].seconds)
 
-    def _run(self, phase: Phase) -> None:
+    def _run(self, length: float) -> None:
         engine = self.job.engine
         self.began = engine.now
         self.token += 1
-        seconds = phase.seconds[self.step % len(phase.seconds)]
-        engine.later(engine.now + seconds, self._done, self.token)
+        engine.later(engine.now + length, self._done, self.token)
 
     def _done(self, token: int) -> None:
         if token != self.token:
@@ -180,41 +236,35 @@ class Loop:
         job, engine = self.job, self.job.engine
         lock, epoch = self.lock, self.epoch
         if lock is not None and epoch is not None:
-            self._computed(lock)
+            self.close()
             self.lock, self.epoch = None, None
             lock.post(ev.LeaseYielded(at=engine.now, job=job.name, session=self.session, epoch=epoch))
         self.index += 1
-        if self.index == len(self.phases):
-            self.index = 0
+        if self.index == len(self.passes[self.step % len(self.passes)]):
+            self.index, self.mid = 0, False
             self.step += 1
-            self.mid = False
             job.finished_pass(self)
-        if not job.left and self.token == token:
-            self.next_phase()
+        if job.running and self.token == token:
+            self.go_on()
 
-    def _computed(self, lock: "Lock") -> None:
+    def close(self) -> None:
+        """What it computed so far counts (within the window)."""
+        if self.epoch is None or self.lock is None:
+            return
         engine = self.job.engine
-        seconds = engine.now - max(self.began, engine.scenario.warmup)
-        if seconds > 0:
-            self.job.busy[lock.name] = self.job.busy.get(lock.name, 0.0) + seconds
-            lock.busy_s += seconds
+        spent = engine.now - max(self.began, engine.scenario.warmup)
+        if spent > 0:
+            self.job.busy[self.lock.name] = self.job.busy.get(self.lock.name, 0.0) + spent
+            self.lock.busy_s += spent
 
     def stop(self) -> None:
-        """Whatever it did is cut off; the present pass begins again when it is started."""
-        if self.epoch is not None and self.lock is not None:
-            self._computed(self.lock)
-        if self.mid and self is self.job.loops[0] and len(self.job.loops) == 2:
-            self.job.taken -= 1
+        """Whatever it did is cut off; the present pass begins again when it is started again."""
+        self.close()
         self.token += 1
         self.index, self.lock, self.epoch, self.idle, self.mid = 0, None, None, False, False
 
     def interrupted(self) -> None:
-        """The lease was taken away: what was computed is lost, the phase is asked for again."""
+        """The lease was taken away: what was computed is lost, the stretch is asked for again."""
         self.token += 1
         self.lock, self.epoch = None, None
-        self.next_phase()
-
-    def close(self) -> None:
-        """The end of the simulation."""
-        if self.epoch is not None and self.lock is not None:
-            self._computed(self.lock)
+        self.go_on()

@@ -9,6 +9,7 @@ from coslice.core.duty import duty_bound
 from coslice.simulate.engine import Engine
 from coslice.simulate.jobs import Run
 from coslice.simulate.solo import alone
+from coslice.simulate.spec import groups_of
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -143,7 +144,7 @@ def _solo_gpu_hours(engine: Engine, jobs: dict[str, JobReport], weights: dict[st
     for run in engine.runs.values():
         told = jobs.get(run.name)
         if told is not None:
-            gpus = sum(weights[lock.name] for lock in engine.locks_of(run.spec))
+            gpus = sum(weights[group] for group in groups_of(run.spec))
             total += gpus * told.steps * told.solo_step_s / 3600
     return total
 

@@ -6,7 +6,8 @@ these duties.
 
 from msgspec import Struct
 
-from coslice.simulate.spec import Job, Phase
+from coslice.profile.cycle import Batches
+from coslice.simulate.spec import Job, Pass
 
 
 class Solo(Struct, frozen=True):
@@ -15,43 +16,35 @@ class Solo(Struct, frozen=True):
     duty: dict[str, float]
     """Share of the time in which it computes, by group."""
 
-    @property
-    def step_s(self) -> float:
-        return self.ends[-1] / len(self.ends)
-
 
 def alone(job: Job, steps: int) -> Solo:
     """``steps`` ≥ 1 steps of ``job`` on accelerators of its own."""
-    ends = _buffered(job, steps) if job.produce else _closed(job, steps)
-    busy: dict[str, float] = {}
-    for phase in (*job.loop, *job.produce):
-        if phase.group:
-            busy[phase.group] = busy.get(phase.group, 0.0) + sum(_at(phase, k) for k in range(steps))
-    return Solo(tuple(ends), {group: seconds / ends[-1] for group, seconds in busy.items()})
-
-
-def _at(phase: Phase, step: int) -> float:
-    return phase.seconds[step % len(phase.seconds)]
-
-
-def _closed(job: Job, steps: int) -> list[float]:
     ends, now = [], 0.0
+    busy: dict[str, float] = {}
+    batches = Batches(job.staleness) if job.produce else None
     for k in range(steps):
-        now += sum(_at(phase, k) for phase in job.loop)
+        if batches is not None:
+            made = _nth(job.produce, k)
+            now = max(now, batches.arrives(seconds(made)))
+            _count(busy, made)
+        step = _nth(job.loop, k)
+        now += seconds(step)
+        _count(busy, step)
         ends.append(now)
-    return ends
+        if batches is not None:
+            batches.finished(now)
+    return Solo(tuple(ends), {group: spent / now for group, spent in busy.items()} if now > 0 else {})
 
 
-def _buffered(job: Job, steps: int) -> list[float]:
-    """Batch k begins when its predecessor is done and a place is free; step k when both are there."""
-    made = now = 0.0
-    taken: list[float] = []
-    ends = []
-    for k in range(steps):
-        if k >= job.ahead:
-            made = max(made, taken[k - job.ahead])
-        made += sum(_at(phase, k) for phase in job.produce)
-        taken.append(max(now, made))
-        now = taken[-1] + sum(_at(phase, k) for phase in job.loop)
-        ends.append(now)
-    return ends
+def seconds(one: Pass) -> float:
+    return sum(part.seconds for part in one)
+
+
+def _nth(passes: tuple[Pass, ...], k: int) -> Pass:
+    return passes[k % len(passes)]
+
+
+def _count(busy: dict[str, float], one: Pass) -> None:
+    for part in one:
+        if part.group:
+            busy[part.group] = busy.get(part.group, 0.0) + part.seconds

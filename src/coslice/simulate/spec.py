@@ -4,31 +4,36 @@ import math
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from coslice.errors import ConfigError
 
 GIB = 1 << 30
 
 
-class Phase(Struct, frozen=True, kw_only=True):
-    """One stretch of a job's loop."""
+class Stretch(Struct, frozen=True):
+    """A part of a job's loop: so many seconds, on the accelerators of a group or on none."""
 
-    name: str
+    seconds: float
     group: str = ""
-    """Whose accelerators it needs; empty: none."""
-    seconds: tuple[float, ...]
-    """Its duration in step 1, 2, …; after the last the first again."""
+    name: str = ""
+
+
+Pass = tuple[Stretch, ...]
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """A training run. Closed: the phases of ``loop`` follow each other. Buffered: every pass of ``produce``
-    makes one batch beside it, and every pass of ``loop`` begins by taking one."""
+    """A training run. ``loop``: what it does in step 1, 2, …, and after the last from the first again.
+
+    Closed (``produce`` empty): off-time is part of the loop. Buffered: every pass of ``produce`` makes a batch
+    beside it, at most ``1 + staleness`` beyond the finished steps, and every step begins by taking one
+    (``profile.cycle.Batches`` has the rule).
+    """
 
     name: str
-    loop: tuple[Phase, ...]
-    produce: tuple[Phase, ...] = ()
-    ahead: int = 1
-    """Batches that may lie ready (the staleness bound); then the producer waits."""
+    loop: tuple[Pass, ...]
+    produce: tuple[Pass, ...] = ()
+    staleness: float = 0.0
     bytes: int = GIB
     """State on each node of its groups."""
     need: int = 0
@@ -36,6 +41,12 @@ class Job(Struct, frozen=True, kw_only=True):
     arrival: float = 0.0
     steps: int = 0
     """Leaves after so many; 0: stays."""
+
+
+def alternating(name: str, on: float, off: float, *, group: str = "pool", **more: object) -> Job:
+    """A closed job that waits ``off`` seconds and computes ``on`` seconds, for ever the same."""
+    loop = ((Stretch(off, "", "off"), Stretch(on, group, "train")),)
+    return replace(Job(name=name, loop=loop), **more)
 
 
 class Pool(Struct, frozen=True, kw_only=True):
@@ -117,19 +128,29 @@ def check(scenario: Scenario) -> None:
         raise ConfigError(f"two jobs have one name{': ' + ', '.join(twice) if twice else ''}; rename one")
     pools = {pool.name for pool in scenario.pools}
     for job in scenario.jobs:
-        phases = (*job.loop, *job.produce)
-        if not any(phase.group for phase in job.loop):
-            raise ConfigError(f"{job.name} never needs an accelerator: no phase of its loop names a group")
-        for phase in phases:
-            if phase.group and phase.group not in pools:
-                raise ConfigError(
-                    f"{job.name} needs group {phase.group!r}; there are: {', '.join(sorted(pools))}"
-                )
-            if not phase.seconds or not all(0 <= s < math.inf for s in phase.seconds):
-                raise ConfigError(f"{job.name}, phase {phase.name}: durations must be 0 or more seconds")
-        if sum(sum(phase.seconds) for phase in phases) <= 0:
-            raise ConfigError(f"{job.name} takes no time: one of its phases must last longer than 0 s")
-        if job.produce and job.ahead < 1:
-            raise ConfigError(f"{job.name}: a buffered job needs room for one batch at least (ahead >= 1)")
+        _check_job(job, pools)
     if not scenario.until and any(not job.steps for job in scenario.jobs):
         raise ConfigError("a job that never leaves needs an end: give a time, or steps to every job")
+
+
+def groups_of(job: Job) -> tuple[str, ...]:
+    """In the order in which the job first needs them."""
+    found = dict.fromkeys(part.group for one in (*job.produce, *job.loop) for part in one if part.group)
+    return tuple(found)
+
+
+def _check_job(job: Job, pools: set[str]) -> None:
+    groups = groups_of(job)
+    if not groups or not all(job.loop):
+        raise ConfigError(
+            f"{job.name} has a step without accelerators: every step needs a group at least once"
+        )
+    if unknown := [group for group in groups if group not in pools]:
+        raise ConfigError(f"{job.name} needs group {unknown[0]!r}; there are: {', '.join(sorted(pools))}")
+    seconds = [part.seconds for one in (*job.produce, *job.loop) for part in one]
+    if not all(0 <= one < math.inf for one in seconds):
+        raise ConfigError(f"{job.name}: durations must be 0 or more seconds, and finite")
+    if any(sum(part.seconds for part in one) <= 0 for one in job.loop) and not job.produce:
+        raise ConfigError(f"{job.name} has a step that takes no time: some stretch of it must last")
+    if job.staleness < 0:
+        raise ConfigError(f"{job.name}: a staleness of {job.staleness} batches; give 0 or more")
