@@ -1,27 +1,43 @@
 """What a backend is: a way to move one job's state between a device and host memory on this node.
 
 Groups and the direct API call it; it is handed members and never asks who should run. A backend is one file
-and one entry point (``coslice.backends``); it knows no other backend.
+and one entry point (``coslice.backends``): a function of ``NodeContext`` and its settings. It knows no other
+backend. ``coslice.testing.backend_contract`` is what it has to do, as tests; docs/adding-a-backend.md is the
+way there.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
 from coslice.agent.members import Member
 
+if TYPE_CHECKING:
+    from coslice.agent.buffers import HostBuffers
+    from coslice.agent.config import AgentConfig
+    from coslice.agent.discovery.surveyor import Surveyor
+    from coslice.store import Store
+
 
 class Capabilities(Struct, frozen=True, kw_only=True):
     name: str
-    parts: bool
-    """Can move some regions and leave others."""
-    in_process: bool
+    parts: bool = False
+    """Selective: can move some regions (tags) and leave others."""
+    in_process: bool = False
     """The process itself moves its state: outside its accelerator sections only."""
-    modes: tuple[str, ...]
+    whole_process: bool = False
+    """Processes are frozen as they are, also in the middle of a phase. They register no state."""
+    incremental: bool = False
+    """Bytes that did not change since the last snapshot are not copied again."""
+    collective: bool = False
+    """All processes of a job move in one step, those of other nodes too."""
+    modes: tuple[str, ...] = ("offload",)
 
 
 class Snapshotted(Struct, frozen=True, kw_only=True):
+    """``bytes``: what was on the device and now is in host memory. ``seconds``: from the call to here."""
+
     bytes: int
     residual: int
     """What the parked processes leave on the device, in bytes."""
@@ -41,6 +57,13 @@ class Presence(Struct, frozen=True, kw_only=True):
     device_bytes: int
 
 
+class ProcessRef(Struct, frozen=True, order=True):
+    """A process for good: a pid alone may be another's tomorrow. ``started``: clock ticks since boot."""
+
+    pid: int
+    started: int
+
+
 class MoveError(Exception):
     """State could not be moved; the message has pid and figures.
 
@@ -56,18 +79,80 @@ class MoveError(Exception):
 
 
 class Backend(Protocol):
+    """Operations of one job never overlap: a second one waits for the first. A caller that goes away (is
+    cancelled) leaves the operation to end by itself. ``Defaults`` has what most backends need not say.
+    """
+
     def capabilities(self) -> Capabilities: ...
+
+    def deadline(self, size: int) -> float:
+        """Seconds within which a move of ``size`` bytes ends, one way or the other."""
+        ...
 
     async def snapshot(
         self, members: Sequence[Member], *, op: str, mode: str = "offload", tags: Sequence[str] = ()
     ) -> Snapshotted:
-        """Device → host, all members or none; raises ``MoveError`` with the state back on the device."""
+        """Device → host, all members or none; raises ``MoveError`` with the state back on the device.
+        Of members that are parked already nothing moves."""
         ...
 
     async def restore(self, members: Sequence[Member], *, op: str) -> Restored:
-        """Host → device; raises ``MoveError``. The caller has made sure of the room."""
+        """Host → device; raises ``MoveError``. The caller has made sure of the room in its books; a backend
+        that could destroy a process for want of room measures it as well."""
         ...
 
     async def probe(self, members: Sequence[Member]) -> Presence:
         """Where the state is now, without moving anything."""
         ...
+
+    def holds(self, members: Sequence[Member]) -> bool:
+        """Has this backend parked their state? Then only it can bring it back."""
+        ...
+
+    async def start(self) -> None:
+        """Called once, before anything else: pick up what the last agent instance left half done."""
+        ...
+
+    async def retire(self, members: Sequence[Member]) -> Sequence[ProcessRef]:
+        """The members are about to be killed: make that safe for the device, and name the further processes
+        that belong to them. Never raises, and ends soon."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Defaults:
+    """For backends whose processes are exactly their members, and that keep nothing themselves."""
+
+    def deadline(self, size: int) -> float:
+        return 150.0
+
+    def holds(self, members: Sequence[Member]) -> bool:
+        return False
+
+    async def start(self) -> None:
+        pass
+
+    async def retire(self, members: Sequence[Member]) -> Sequence[ProcessRef]:
+        return ()
+
+    async def close(self) -> None:
+        pass
+
+
+class NodeContext(Struct, frozen=True, kw_only=True):
+    """What a node offers its backends."""
+
+    config: "AgentConfig"
+    buffers: "HostBuffers"
+    """Memory files that hold state, charged to the node's host budget."""
+    surveyor: "Surveyor"
+    """What is on the node's devices, as measured."""
+    store: "Store"
+    found: Mapping[str, tuple[bytes, int]]
+    """What the store held when the agent started. A backend's keys begin with ``backend/NAME/``."""
+
+
+Factory = Callable[[NodeContext, Mapping[str, object]], Backend]
+"""The entry point of a backend. ``settings``: the operator's, as text or numbers; unknown keys and values
+that make no sense are a ``ConfigError``."""

@@ -1,0 +1,115 @@
+"""Processes as ``/proc`` shows them: state, parents, environment, namespaces. Reads only.
+
+Functions about a process that has ended return None or nothing; they never raise for it.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from msgspec import Struct
+
+PROC = Path("/proc")
+
+
+class Process(Struct, frozen=True, kw_only=True):
+    pid: int
+    group: int
+    """Its thread group: differs from ``pid`` if that is the id of a mere thread."""
+    parent: int
+    state: str
+    """One letter of proc_pid_stat(5): R, S, D, T (stopped), t (traced), Z, …"""
+    started: int
+    """Clock ticks since boot."""
+    namespaced: tuple[int, ...]
+    """Its pid in every pid namespace, ours first and its own last."""
+
+
+def process(pid: int, *, proc: Path = PROC) -> Process | None:
+    try:
+        stat = (proc / str(pid) / "stat").read_bytes()
+        status = (proc / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat[stat.rindex(b")") + 2 :].split()  # the name before it may hold spaces and parentheses
+    values = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return Process(
+        pid=pid,
+        group=int(values.get("Tgid", str(pid))),
+        parent=int(fields[1]),
+        state=fields[0].decode(),
+        started=int(fields[19]),
+        namespaced=tuple(int(word) for word in values.get("NSpid", str(pid)).split()),
+    )
+
+
+def host_pid(pid: int, started: int, *, proc: Path = PROC) -> int | None:
+    """The pid here of a process that knows itself as ``pid`` in a pid namespace below ours.
+
+    Start times are the same in all pid namespaces. None if no process, or more than one, fits.
+    """
+    found = [
+        seen.pid
+        for entry in os.listdir(proc)
+        if entry.isdigit()
+        and (seen := process(int(entry), proc=proc)) is not None
+        and seen.started == started
+        and seen.namespaced[-1] == pid
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def parents(*, proc: Path = PROC) -> dict[int, int]:
+    """The parent of every process, at one moment."""
+    found = {}
+    for entry in os.listdir(proc):
+        if entry.isdigit():
+            try:
+                stat = (proc / entry / "stat").read_bytes()
+            except OSError:
+                continue
+            found[int(entry)] = int(stat[stat.rindex(b")") + 2 :].split()[1])
+    return found
+
+
+def descends_from(pid: int, ancestors: Iterable[int], *, proc: Path = PROC) -> bool:
+    """Is it one of them, or a child of one, however far down?"""
+    wanted = frozenset(ancestors)
+    for _ in range(256):  # a chain is short; the bound is for a /proc that changes while it is read
+        if pid in wanted:
+            return True
+        try:
+            stat = (proc / str(pid) / "stat").read_bytes()
+        except OSError:
+            return False
+        pid = int(stat[stat.rindex(b")") + 2 :].split()[1])
+        if pid <= 1:
+            return pid in wanted
+    return False
+
+
+def environment(pid: int, *, proc: Path = PROC) -> Mapping[str, str]:
+    """As it was when the program started (environ in proc_pid_environ(5)); empty if we may not read it."""
+    try:
+        data = (proc / str(pid) / "environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (entry.partition(b"=") for entry in data.split(b"\0") if b"=" in entry)
+    return {key.decode(errors="replace"): value.decode(errors="replace") for key, _, value in pairs}
+
+
+def maps(pid: int, *, proc: Path = PROC) -> frozenset[str]:
+    """Paths of the files it has mapped; empty if we may not read them."""
+    try:
+        text = (proc / str(pid) / "maps").read_text(errors="replace")
+    except OSError:
+        return frozenset()
+    return frozenset(fields[5] for line in text.splitlines() if len(fields := line.split(None, 5)) == 6)
+
+
+def available_memory(*, proc: Path = PROC) -> int:
+    """Bytes that can be had without swapping (``MemAvailable``)."""
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
