@@ -62,6 +62,7 @@ def run_job(options: RunOptions) -> int:
         world=options.world,
         orchestrator=options.orchestrator,
         agent=options.agent if node is not None else "",
+        node=node.node if node is not None else "",
         cpus=_accelerator_cpus(node, groups),
     )
     code = _supervise(command, environment, _host_cpus(_accelerator_cpus(node, groups)))
@@ -79,6 +80,7 @@ def job_environment(
     world: int,
     orchestrator: str,
     agent: str,
+    node: str = "",
     cpus: tuple[int, ...],
 ) -> dict[str, str]:
     """The environment of a job's processes: ``base`` plus the variables that make it a job."""
@@ -91,9 +93,10 @@ def job_environment(
         "COSLICE_NEED": str(need),
         "COSLICE_WORLD": str(world),
     }
-    environment.pop("COSLICE_AGENT", None)
-    if agent:
-        environment["COSLICE_AGENT"] = agent
+    for name, value in (("COSLICE_AGENT", agent), ("COSLICE_NODE", node)):
+        environment.pop(name, None)
+        if value:
+            environment[name] = value
     if cpus:
         environment["COSLICE_ACCELERATOR_CPUS"] = ",".join(map(str, cpus))
         # Huge pages make the way back in cheaper: 2 MiB instead of 4 KiB per page fault.

@@ -21,6 +21,8 @@ class ClientConfig:
     """Used where a call names none."""
     incarnation: str = ""
     """Token of this start of the job, shared by its processes; empty: whoever has the job's name joins."""
+    node: str = ""
+    """The node as its agent calls it; empty: the host's name."""
     rank: int = 0
     world: int = 0
     """Processes that must yield before the lease ends; 0: those that acquired it."""
@@ -57,6 +59,7 @@ def settings_from(env: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[
         "job": env.get("COSLICE_JOB", ""),
         "groups": group_names(env.get("COSLICE_GROUP", "")),
         "incarnation": env.get("COSLICE_INCARNATION", ""),
+        "node": env.get("COSLICE_NODE", ""),
         "rank": _number(env, "COSLICE_RANK", _number(env, "RANK", 0)),
         "world": _number(env, "COSLICE_WORLD", 0),
         "need": _number(env, "COSLICE_NEED", 0),

@@ -57,7 +57,7 @@ def hello_of(config: ClientConfig) -> pb.Hello:
         job=config.job,
         incarnation=config.incarnation,
         session=str(uuid.uuid4()),
-        node=socket.gethostname(),
+        node=config.node or socket.gethostname(),
         pid=os.getpid(),
         start_time=_start_time(),
         rank=config.rank,
