@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from coslice.cli.profile import profile
 from coslice.errors import ConfigError, CosliceError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ bench_app = typer.Typer(
     no_args_is_help=True, help="Measure coslice itself; every figure is a ratio of one run."
 )
 app.add_typer(bench_app, name="bench")
+app.command()(profile)
 
 Orchestrator = Annotated[
     str,
@@ -329,6 +331,9 @@ def explore(
 def handoff(
     nodes: Annotated[int, typer.Option(min=1, max=16, help="Agents, each a process of its own.")] = 1,
     rounds: Annotated[int, typer.Option(min=20, help="Hand-overs to measure.")] = 300,
+    upstream: Annotated[
+        bool, typer.Option("--upstream", help="A caller of llm-d's wire against a native client.")
+    ] = False,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
     ] = None,
@@ -336,7 +341,7 @@ def handoff(
     """Latency of acquire and hand-over against a unary echo: real processes, real sockets, SQLite FULL."""
     from coslice.cli.bench import bench_handoff
 
-    bench_handoff(nodes=nodes, rounds=rounds, out=json)
+    bench_handoff(nodes=nodes, rounds=rounds, upstream=upstream, out=json)
 
 
 @bench_app.command()

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from coslice.profile.model import Durations, Phase, Pool
 
@@ -54,6 +55,13 @@ def cycles(pool: Pool, count: int, *, seed: int = 0) -> list[Cycle]:
         ahead = wait / (1.0 - staleness) if staleness < 1.0 else float("inf")
         made.append(Cycle(turns, min(before + wait, ahead)))
     return made
+
+
+def blocks(pool: Pool, count: int, *, seed: int = 0) -> list[tuple[float, float]]:
+    """The idle block before each turn and the turn, in seconds, as the pool has them when it is alone."""
+    plain = tuple(replace(phase, coupling="closed", staleness=0.0) for phase in pool.phases)
+    made = cycles(replace(pool, phases=plain), count, seed=seed)
+    return [(turn.off, turn.on) for cycle in made for turn in cycle.turns]
 
 
 def solo_seconds(pool: Pool, made: Sequence[Cycle], *, free: float = 0.0) -> list[float]:

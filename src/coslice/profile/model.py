@@ -70,9 +70,18 @@ class Phase(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The same in our words: init generate reward train weight_sync save eval; empty: none of them."""
     on: bool
     duration: Durations
+    """Cycles without the phase count as 0 s."""
+    occurs: int = 0
+    """In how many of the cycles it took place; 0: in all."""
     coupling: Coupling = "closed"
     staleness: float = 0.0
     """``buffered`` only: batches that may be ahead of the last finished step."""
+
+    @property
+    def mean(self) -> float:
+        """Seconds, when it takes place."""
+        share = self.occurs / self.duration.count if self.occurs and self.duration.count else 1.0
+        return self.duration.mean / share
 
 
 class Pool(Struct, frozen=True, kw_only=True, omit_defaults=True):

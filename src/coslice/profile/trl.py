@@ -1,0 +1,136 @@
+"""What a Hugging Face trainer leaves behind: ``trainer_state.json``, or its ``log_history`` as JSON lines.
+
+TRL's trainers log ``step_time`` and, where profiling metrics are recorded, ``profiling/Time taken:
+Class.method`` of their methods. Of these, the innermost that we know are phases; the rest of a step is
+``other``. Without them only the length of a step is known, and nothing of what is idle in it.
+"""
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+from coslice.errors import ConfigError
+from coslice.profile.model import Profile, Source
+from coslice.profile.options import ReadOptions
+from coslice.profile.steps import trainer_pool
+
+_PROFILING = "profiling/Time taken: "
+# method → timer of steps.TIMERS. Methods that contain others (_prepare_inputs, compute_loss, …) are left out.
+_METHODS = {
+    "vLLM.generate": "gen",
+    "transformers.generate": "gen",
+    "transformers.generate_batch": "gen",
+    "generate": "gen",
+    "_generate_single_turn": "gen",
+    "_calculate_rewards": "reward",
+    "_move_model_to_vllm": "weight_sync",
+    "sync_weights": "weight_sync",
+}
+
+
+def looks_like_trl(text: str) -> bool:
+    head = text.lstrip()[:1]
+    return head in "{[" and ('"log_history"' in text or '"train_runtime"' in text or '"step_time"' in text)
+
+
+def read_trl(text: str, name: str, file: str, options: ReadOptions) -> Profile:
+    """Raises ``ConfigError`` if no entry says how long a step took."""
+    entries, broken = _entries(text, file)
+    skipped: Counter[str] = Counter({"not a log entry": broken} if broken else {})
+    rows: list[dict[str, float]] = []
+    total = steps = 0.0
+    unknown: set[str] = set()
+    for entry in entries:
+        row = _row(entry, unknown)
+        if row:
+            rows.append(row)
+        elif "train_runtime" in entry:
+            total, steps = _number(entry["train_runtime"]), _number(entry.get("step", 0))
+            skipped["the summary at the end"] += 1
+        elif any(key.startswith("eval_") for key in entry):
+            skipped["evaluations"] += 1
+        else:
+            skipped["entries without times"] += 1
+    notes: list[str] = []
+    if not rows:
+        if not (total and steps):
+            raise ConfigError(
+                f"{file}: a trainer's log without times: neither step_time nor {_PROFILING.strip()!r} nor "
+                "train_runtime. TRL's own trainers write step_time; or profile the GPU's utilisation instead"
+            )
+        rows = [{"step": total / steps}]
+        skipped.pop("the summary at the end", None)
+        notes.append(f"no times of single steps: {total:.0f} s of training over {steps:.0f} steps")
+    pool, more = trainer_pool(rows, options, disaggregated=False)
+    if all(phase.name == "other" for phase in pool.phases):
+        notes.append(
+            "the log says how long a step takes, not what is idle in it: all of it counts as on. A record "
+            "of the GPU's utilisation tells (nvidia-smi --query-gpu=… --format=csv -lms 500)"
+        )
+        more = [note for note in more if not note.startswith("'other'")]
+    elif pool.role == "both":
+        notes.append("generation is taken to run on the trainer's accelerators; say --disaggregated if not")
+    if unknown:
+        notes.append(f"timed methods that contain others, not counted again: {', '.join(sorted(unknown))}")
+    return Profile(
+        name=name,
+        pools=(pool,),
+        source=Source(
+            kind="trl",
+            file=file,
+            read=len(entries) + broken,
+            used=len(entries) + broken - sum(skipped.values()),
+            skipped=dict(skipped),
+            notes=tuple(notes + more),
+        ),
+    )
+
+
+def _row(entry: dict[str, Any], unknown: set[str]) -> dict[str, float]:
+    row: dict[str, float] = {}
+    for key, value in entry.items():
+        key = key.removeprefix("train/")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        if key == "step_time":
+            row["step"] = float(value)
+        elif key.startswith(_PROFILING):
+            method = key[len(_PROFILING) :].split(".", 1)[-1]
+            if (timer := _METHODS.get(method)) is not None:
+                row[timer] = row.get(timer, 0.0) + float(value)
+            else:
+                unknown.add(method)
+    return row
+
+
+def _entries(text: str, file: str) -> tuple[list[dict[str, Any]], int]:
+    """The entries, and how many lines are none."""
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None
+    if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
+        whole = whole["log_history"]
+    if isinstance(whole, list):
+        entries = [entry for entry in whole if isinstance(entry, dict)]
+        return entries, len(whole) - len(entries)
+    entries, broken = [], 0
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            entries.append(record)
+        else:
+            broken += 1
+    if not entries:
+        raise ConfigError(f"{file}: neither a trainer_state.json nor log entries as JSON lines")
+    return entries, broken
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
