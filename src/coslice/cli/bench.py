@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ WARM_UP = 30
 console = Console(highlight=False)
 
 
-def bench_handoff(*, nodes: int, rounds: int, out: Path | None) -> None:
+def bench_handoff(*, nodes: int, rounds: int, upstream: bool, out: Path | None) -> None:
+    """``upstream``: the uncontended caller and one of the two that contend speak llm-d's wire."""
+    other = "upstream" if upstream else "native"
     with tempfile.TemporaryDirectory(prefix="coslice-bench-") as folder, ExitStack() as stack:
         address = _serve(stack, "orchestrator", Path(folder) / "orchestrator")
         agents = [
@@ -47,19 +50,29 @@ def bench_handoff(*, nodes: int, rounds: int, out: Path | None) -> None:
         ]
         _await_nodes(address, nodes)
         echo = _echo(address, rounds)
-        acquire = stack.enter_context(_client(address, "solo", "uncontended", rounds)).result()["acquire_ms"]
-        for agent in agents:
-            stack.enter_context(_anchor(agent))
-        _await_contexts(address, nodes)
-        pair = [stack.enter_context(_client(address, name, "contend", rounds)) for name in ("a", "b")]
-        turns = [turn for client in pair for turn in client.result()["turns"]]
+        solo = stack.enter_context(_client(address, "solo", other, "uncontended", rounds))
+        acquire = solo.result()["acquire_ms"]
+        if not upstream:  # its callers cannot declare a need, so nobody's state could stay beside theirs
+            for agent in agents:
+                stack.enter_context(_anchor(agent))
+            _await_contexts(address, nodes)
+        pair = [
+            stack.enter_context(_client(address, name, protocol, "contend", rounds))
+            for name, protocol in (("a", "native"), ("b", other))
+        ]
+        turns = sorted(
+            (turn for client in pair for turn in client.result()["turns"]), key=lambda turn: turn["granted"]
+        )
         echo += _echo(address, rounds)
     figures: dict[str, Any] = {
         "nodes": nodes,
         "rounds": rounds,
+        "protocols": ["native", other],
         "echo_ms": _summary(echo),
         "acquire_uncontended_ms": _summary(acquire),
         "handoff_ms": _summary(_handoffs(turns)),
+        "double_grants": sum(after["granted"] < before["yielded"] for before, after in pairwise(turns)),
+        "out_of_order": _out_of_order(turns),
     }
     for name in ("acquire_uncontended", "handoff"):
         figures[f"{name}_vs_echo"] = round(figures[f"{name}_ms"]["p50"] / figures["echo_ms"]["p50"], 2)
@@ -81,6 +94,10 @@ def _print(figures: dict[str, Any]) -> None:
         ratio = figures.get(f"{key}_vs_echo", 1.0)
         table.add_row(label, f"{row['p50']:.2f}", f"{row['p99']:.2f}", str(row["n"]), f"{ratio:.2f}")
     console.print(table)
+    console.print(
+        f"{' and '.join(figures['protocols'])} contended: {figures['double_grants']} double grants, "
+        f"{figures['out_of_order']} out of order"
+    )
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:
@@ -94,16 +111,23 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _handoffs(turns: list[dict[str, float]]) -> list[float]:
-    """Milliseconds from the yield of one epoch to the grant of the next, if that is the other job's."""
-    by_epoch = {int(turn["epoch"]): turn for turn in turns}
-    pairs = [(turn, by_epoch.get(epoch + 1)) for epoch, turn in sorted(by_epoch.items())]
+def _handoffs(turns: list[dict[str, Any]]) -> list[float]:
+    """Milliseconds from one job's yield to the grant of the other's next turn."""
     found = [
         (after["granted"] - before["yielded"]) * 1e3
-        for before, after in pairs
-        if after is not None and after["job"] != before["job"]
+        for before, after in pairwise(turns)
+        if after["job"] != before["job"]
     ]
     return found[WARM_UP:]
+
+
+def _out_of_order(turns: list[dict[str, Any]]) -> int:
+    """Grants that came before the grant of a request made at least 5 ms (more than a request is under way)
+    earlier."""
+    late = 0
+    for place, turn in enumerate(turns):
+        late += any(other["asked"] < turn["asked"] - 0.005 for other in turns[place + 1 : place + 3])
+    return late
 
 
 # ── servers ────────────────────────────────────────────────────────────────
@@ -229,9 +253,9 @@ class _Client:
 
 
 @contextmanager
-def _client(address: str, job: str, mode: str, rounds: int) -> Iterator[_Client]:
+def _client(address: str, job: str, protocol: str, mode: str, rounds: int) -> Iterator[_Client]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "coslice.cli.bench_client", address, job, mode, str(rounds)],
+        [sys.executable, "-m", "coslice.cli.bench_client", address, job, protocol, mode, str(rounds)],
         stdout=subprocess.PIPE,
         text=True,
     )
