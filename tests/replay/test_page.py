@@ -40,6 +40,33 @@ def test_a_journal_cut_in_the_middle_is_drawn_and_says_so(tmp_path: Path) -> Non
     assert _data(tmp_path / "page.html")["torn"] is True
 
 
+def test_a_journal_damaged_in_the_middle_is_drawn_and_says_so(tmp_path: Path) -> None:
+    journal = sample.write(tmp_path / "journal.jsonl")
+    lines = journal.read_text().splitlines(keepends=True)
+    lines[3:3] = ["\x00garbage\n", '{"t": "soon", "event": 7, "group": "g"}\n']
+    journal.write_text("".join(lines))
+    render(journal, tmp_path / "page.html")
+    assert _data(tmp_path / "page.html")["damaged"] == 2
+
+
+def test_a_rotated_journal_is_drawn_whole(tmp_path: Path) -> None:
+    whole = sample.write(tmp_path / "whole.jsonl")
+    header, *lines = whole.read_text().splitlines(keepends=True)
+    half = len(lines) // 2
+    (tmp_path / "journal.jsonl.1").write_text(header + "".join(lines[:half]))
+    (tmp_path / "journal.jsonl").write_text(header + "".join(lines[half:]))
+    render(whole, tmp_path / "one.html")
+    render(tmp_path / "journal.jsonl", tmp_path / "two.html")
+    assert _data(tmp_path / "one.html")["groups"] == _data(tmp_path / "two.html")["groups"]
+
+
+def test_no_folder_is_made_for_the_page(tmp_path: Path) -> None:
+    journal = sample.write(tmp_path / "journal.jsonl")
+    with pytest.raises(ConfigError, match="no folder"):
+        render(journal, tmp_path / "typo" / "page.html")
+    assert not (tmp_path / "typo").exists()
+
+
 def test_a_file_that_is_no_journal_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     foreign = tmp_path / "notes.txt"
     foreign.write_text("hello\n")

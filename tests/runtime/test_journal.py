@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from coslice.core.events import AcquireRequested, DeadlinePassed
 from coslice.core.ids import Incarnation, JobId, RequestId, SessionId
 from coslice.core.outcome import Step
 from coslice.errors import ConfigError
-from coslice.runtime.journal import Journal, read_journal
+from coslice.runtime.journal import Journal, read_journal, read_journals
 
 ASKED = AcquireRequested(
     at=12.5,
@@ -113,7 +114,6 @@ def test_cut_anywhere_it_gives_the_whole_lines_and_can_be_continued(
         (b"[1]\n", "line 1: not a coslice journal"),
         (b"\xff\xfe\x00\n", "line 1: not a coslice journal"),
         (b'{"coslice_journal": 7}\n', "line 1: journal format 7, and this version of coslice reads 1"),
-        (b'{"coslice_journal": 1}\n{"t": 1}\nnoise\n{"t": 2}\n', "line 3: not a coslice journal"),
     ],
 )
 def test_what_is_not_a_journal_is_refused_naming_the_line(
@@ -124,6 +124,14 @@ def test_what_is_not_a_journal_is_refused_naming_the_line(
     with pytest.raises(ConfigError, match=message) as told:
         read_journal(path)
     assert str(path) in str(told.value)
+
+
+@pytest.mark.parametrize("noise", [b"noise", b"\xff\x00", b"[1]", b'{"t": 1, "te', b'{"t": 1}{"t": 2}'])
+def test_what_is_damaged_in_the_middle_is_left_out_and_counted(tmp_path: Path, noise: bytes) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"coslice_journal": 1}\n{"t": 1}\n' + noise + b'\n{"t": 2}\n')
+    read = read_journal(path)
+    assert ([record["t"] for record in read.records], read.damaged, read.torn) == ([1, 2], 1, False)
 
 
 def test_a_file_of_somebody_else_is_not_written_to(tmp_path: Path) -> None:
@@ -164,6 +172,41 @@ def test_rotation_bounds_the_size_and_keeps_one_predecessor(tmp_path: Path) -> N
     assert all(file.stat().st_size < 1200 for file in files)
     times = [record["t"] for file in reversed(files) for record in read_journal(file).records]
     assert times == list(range(times[0], 200))
+
+
+def test_rotated_files_are_read_as_one_the_oldest_first(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = _begun(path, max_bytes=1000, keep=3)
+    for n in range(200):
+        journal.line({"t": n, "text": "x" * 50})
+    journal.close()
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["journal.jsonl", "journal.jsonl.1", "journal.jsonl.2", "journal.jsonl.3"]
+    read = read_journals(path)
+    times = [record["t"] for record in read.records if "t" in record]
+    assert times == list(range(times[0], 200))
+    assert len(times) > 20
+    assert (read.torn, read.damaged) == (False, 0)
+
+
+def test_a_link_in_the_place_of_the_next_file_costs_lines_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, victim = tmp_path / "journal.jsonl", tmp_path / "victim"
+    victim.write_text("mine")
+    journal = _begun(path, max_bytes=300)
+    original = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        original(source, target)
+        path.symlink_to(victim)  # somebody was quick
+
+    monkeypatch.setattr(os, "replace", replace)
+    journal.line({"t": 0, "text": "x" * 300})
+    journal.line({"t": 1})
+    assert (victim.read_text(), journal.lost) == ("mine", 1)
+    assert "is a link" in caplog.text
+    journal.close()
 
 
 def test_a_full_disk_costs_lines_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

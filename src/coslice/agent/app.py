@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import uuid
-from pathlib import Path
 
 import grpc.aio
 import msgspec
@@ -32,6 +31,7 @@ from coslice.core.ids import GroupId
 from coslice.errors import ConfigError
 from coslice.runtime.clock import LoopClock
 from coslice.runtime.supervisor import Supervisor
+from coslice.security.files import private_directory
 from coslice.store import Store, make_store
 from coslice.store.codec import Codec
 from coslice.store.slot import Slot
@@ -117,7 +117,7 @@ class AgentApp:
 
     async def _start(self) -> None:
         config, exits = self.config, self._exits
-        runtime = _private_directory(config.runtime_dir)
+        runtime = private_directory(config.runtime_dir)
         store = _store(config)
         exits.push_async_callback(store.close)
         found = await store.load()
@@ -302,18 +302,5 @@ def _store(config: AgentConfig) -> Store:
     if config.state_dir == ":memory:":
         return make_store(":memory:")
     # What it describes, processes and their memory, dies with the machine: no need to wait for the disk.
-    return make_store(_private_directory(config.state_dir) / "agent.sqlite", flush=False)
+    return make_store(private_directory(config.state_dir) / "agent.sqlite", flush=False)
 
-
-def _private_directory(path: str) -> Path:
-    """Made if need be, and ours alone: it holds state, or the socket that hands memory over."""
-    directory = Path(path)
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = os.lstat(directory)
-        if status.st_uid != os.getuid() or not directory.is_dir() or directory.is_symlink():
-            raise ConfigError(f"{directory} is not a directory of this user: choose another")
-        directory.chmod(0o700)
-    except OSError as error:
-        raise ConfigError(f"cannot use {directory}: {error.strerror}") from None
-    return directory

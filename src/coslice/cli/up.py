@@ -27,6 +27,7 @@ from coslice.core.policy import policy_named
 from coslice.errors import ConfigError
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
+from coslice.security.files import private_directory
 from coslice.sizes import format_size, parse_size
 
 console = Console(stderr=True, highlight=False)
@@ -240,13 +241,7 @@ class _StateDir:
             return self._path
         base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
         self._path = self._folder or Path(base) / "coslice" / self._name
-        try:
-            self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot use {self._path} for state: {error.strerror}; name another with --state"
-            ) from None
-        return self._path
+        return private_directory(self._path)
 
     def __exit__(self, *_: object) -> None:
         if self._ephemeral:

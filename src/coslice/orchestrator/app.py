@@ -77,7 +77,12 @@ class OrchestratorApp:
             stack.push_async_callback(store.close)
             saved = await store.load()
             clock = LoopClock()
-            journal = Journal(self.config.journal, orchestrator=self.instance)
+            journal = Journal(
+                self.config.journal,
+                orchestrator=self.instance,
+                max_bytes=self.config.journal_max_bytes,
+                keep=self.config.journal_keep,
+            )
             journal.open(clock.now())
             stack.callback(journal.close)
             server, address = _bind(self.config)

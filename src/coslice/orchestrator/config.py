@@ -36,6 +36,9 @@ class OrchestratorConfig(Struct, frozen=True, kw_only=True):
     store: str = ":memory:"
     """Path of the SQLite file, or ``:memory:`` (a restart then forgets every lock)."""
     journal: str | None = None
+    journal_max_bytes: int = 64 << 20
+    """Then the journal goes on in a new file; ``journal_keep`` older ones are kept beside it."""
+    journal_keep: int = 4
     groups: tuple[GroupConfig, ...] = ()
     open_groups: bool = True
     """An agent that offers a group nobody configured creates it."""

@@ -62,6 +62,8 @@ class Replay(Struct, kw_only=True):
     """Per job, one list for each run of it under coslice."""
     summary: dict[str, Any]
     torn: bool
+    damaged: int
+    """Lines that could not be read, or made no sense; they are left out."""
     lines: int
 
 
@@ -188,7 +190,7 @@ def _blocks(intervals: list[Interval]) -> list[tuple[float, float]]:
     return blocks
 
 
-def build(header: Line, lines: Iterable[Line], *, torn: bool) -> Replay:
+def build(header: Line, lines: Iterable[Line], *, torn: bool, damaged: int = 0) -> Replay:
     """Everything the page needs, from the lines of one journal."""
     readers: dict[str, _GroupReader] = {}
     solo: list[SoloRun] = []
@@ -197,8 +199,9 @@ def build(header: Line, lines: Iterable[Line], *, torn: bool) -> Replay:
     summary: dict[str, Any] = {}
     begin = end = float(header.get("clock", 0.0))
     count = 0
-    for line in lines:
-        count += 1
+
+    def read(line: Line) -> None:
+        nonlocal end, summary
         at = float(line.get("t", end))
         if "event" in line:
             end = max(end, at)
@@ -215,6 +218,13 @@ def build(header: Line, lines: Iterable[Line], *, torn: bool) -> Replay:
             solo.append(_solo(line["solo"]))
         elif "summary" in line:
             summary = dict(line["summary"])
+
+    for line in lines:
+        count += 1
+        try:
+            read(line)
+        except (KeyError, TypeError, ValueError, AttributeError):  # valid JSON, and no line of ours
+            damaged += 1
     for reader in readers.values():
         reader.finish(end)
     return Replay(
@@ -226,6 +236,7 @@ def build(header: Line, lines: Iterable[Line], *, torn: bool) -> Replay:
         rewards=rewards,
         summary=summary,
         torn=torn,
+        damaged=damaged,
         lines=count,
     )
 

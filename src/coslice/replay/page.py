@@ -7,20 +7,23 @@ from pathlib import Path
 
 import msgspec
 
+from coslice.errors import ConfigError
 from coslice.replay.model import build
-from coslice.runtime.journal import read_journal
+from coslice.runtime.journal import read_journals
 
 _PLACE = "/*REPLAY-DATA*/null"
 
 
 def render(journal: str | Path, out: str | Path) -> None:
-    """Draw ``journal`` as the page ``out``, replacing it whole or not at all.
+    """Draw ``journal``, with its predecessors if it was rotated, as the page ``out``, whole or not at all.
 
-    Raises ``ConfigError`` if the file is not a journal. A journal cut in the middle is drawn as far as it is
-    whole, and the page says so.
+    Raises ``ConfigError`` if the file is not a journal, or if the page's folder is not there. A journal cut
+    or damaged in the middle is drawn as far as it is whole, and the page says so.
     """
-    content = read_journal(Path(journal))
-    replay = build(content.header, content.records, torn=content.torn)
+    if not Path(out).absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {out}: there is no folder {Path(out).parent}; make it first")
+    content = read_journals(Path(journal))
+    replay = build(content.header, content.records, torn=content.torn, damaged=content.damaged)
     data = msgspec.json.encode(replay).decode()
     # Inside <script> only "</" can end the data; "<!--" would start a comment state.
     safe = data.replace("</", "<\\/").replace("<!--", "<\\u0021--")
@@ -31,7 +34,6 @@ def render(journal: str | Path, out: str | Path) -> None:
 
 
 def _write(out: Path, text: str) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from coslice.errors import ConfigError
+from coslice.security.files import open_private
 
 
 class Ownership:
@@ -47,7 +48,7 @@ class Ownership:
 
     def _open(self) -> int:
         try:
-            return os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return open_private(self._lock, os.O_RDWR)
         except OSError as error:
             raise ConfigError(
                 f"cannot open {self._lock}: {error.strerror}; the directory must exist and be writable"

@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 
 from coslice.errors import ConfigError
+from coslice.security.files import open_private
 
 APPLICATION_ID = 0x636F736C  # "cosl", in the file's header
 SCHEMA = 1
@@ -24,11 +25,7 @@ def open_file(path: Path, max_pages: int | None = None, *, flush: bool = True) -
     """The caller owns the path already (``Ownership``). Raises ``ConfigError`` saying what is wrong with
     the file."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.fchmod(fd, 0o600)  # it may be older than our umask
-        finally:
-            os.close(fd)
+        os.close(open_private(path, os.O_RDWR))
         db = sqlite3.connect(
             path, timeout=0, isolation_level=None, cached_statements=256, check_same_thread=False
         )
