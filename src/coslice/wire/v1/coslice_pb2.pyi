@@ -57,6 +57,8 @@ class _CodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     FAILED: _Code.ValueType  # 14
     """an operation failed; the message says how"""
     NODE_LOST: _Code.ValueType  # 15
+    DENIED: _Code.ValueType  # 16
+    """the caller has not shown that it may"""
 
 class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
 
@@ -86,6 +88,8 @@ NO_ROOM: Code.ValueType  # 13
 FAILED: Code.ValueType  # 14
 """an operation failed; the message says how"""
 NODE_LOST: Code.ValueType  # 15
+DENIED: Code.ValueType  # 16
+"""the caller has not shown that it may"""
 Global___Code: typing_extensions.TypeAlias = Code
 
 class _ContextState:
@@ -1410,6 +1414,7 @@ class Register(google.protobuf.message.Message):
     PARKED_BYTES_FIELD_NUMBER: builtins.int
     MODES_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    TICKET_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.str
     group: builtins.str
@@ -1427,6 +1432,8 @@ class Register(google.protobuf.message.Message):
     parked_bytes: builtins.int
     device: builtins.str
     """host or cuda"""
+    ticket: builtins.str
+    """from the agent's socket: proves which process this is"""
     @property
     def modes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """offload, discard"""
@@ -1446,8 +1453,9 @@ class Register(google.protobuf.message.Message):
         parked_bytes: builtins.int = ...,
         modes: collections.abc.Iterable[builtins.str] | None = ...,
         device: builtins.str = ...,
+        ticket: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "group", b"group", "incarnation", b"incarnation", "job", b"job", "modes", b"modes", "need_bytes", b"need_bytes", "parked", b"parked", "parked_bytes", b"parked_bytes", "pid", b"pid", "rank", b"rank", "start_time", b"start_time", "state_bytes", b"state_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "group", b"group", "incarnation", b"incarnation", "job", b"job", "modes", b"modes", "need_bytes", b"need_bytes", "parked", b"parked", "parked_bytes", b"parked_bytes", "pid", b"pid", "rank", b"rank", "start_time", b"start_time", "state_bytes", b"state_bytes", "ticket", b"ticket"]) -> None: ...
 
 Global___Register: typing_extensions.TypeAlias = Register
 
@@ -1754,10 +1762,13 @@ class GetNodeStatusResponse(google.protobuf.message.Message):
     ORCHESTRATOR_FIELD_NUMBER: builtins.int
     ATTACHED_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
+    SOCKET_FIELD_NUMBER: builtins.int
     node: builtins.str
     accelerator: builtins.str
     orchestrator: builtins.str
     attached: builtins.bool
+    socket: builtins.str
+    """unix socket: tickets for registrations, and host buffers"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Residency]: ...
     @property
@@ -1779,8 +1790,9 @@ class GetNodeStatusResponse(google.protobuf.message.Message):
         orchestrator: builtins.str = ...,
         attached: builtins.bool = ...,
         devices: collections.abc.Iterable[Global___DeviceStatus] | None = ...,
+        socket: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "attached", b"attached", "devices", b"devices", "direct", b"direct", "groups", b"groups", "members", b"members", "node", b"node", "orchestrator", b"orchestrator"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "attached", b"attached", "devices", b"devices", "direct", b"direct", "groups", b"groups", "members", b"members", "node", b"node", "orchestrator", b"orchestrator", "socket", b"socket"]) -> None: ...
 
 Global___GetNodeStatusResponse: typing_extensions.TypeAlias = GetNodeStatusResponse
 
