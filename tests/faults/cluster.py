@@ -21,7 +21,7 @@ import grpc
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
-BOUND = 30.0
+BOUND = 60.0
 MIB = 1 << 20
 HERE = Path(__file__).parent
 COSLICE = (sys.executable, "-m", "coslice.cli.main")
@@ -80,20 +80,24 @@ class Process:
 
 
 class Job(Process):
-    """Several start side by side: each is waited for when it is first told something."""
+    """Several start side by side; each registers when it is first told something, and not before."""
 
     ready = False
 
     def tell(self, command: str) -> None:
         self.until_ready()
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
+        self._write(command)
 
     def until_ready(self) -> None:
         if not self.ready:
+            self._write("begin")
             self.expect("ready")
             self.ready = True
+
+    def _write(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
 
     def expect(self, event: str, *, within: float = BOUND) -> dict[str, Any]:
         said = self.hear(within=within)

@@ -1,7 +1,9 @@
 """A job for the fault tests: the real client and, with ``--state``, real torch state that moves.
 
-Obeys lines on stdin (``acquire``, ``yield``, ``digest``, ``leave``), one after the other; says what happened
-as JSON lines on stdout. ``--stall-snapshot``: says when its snapshot begins and never finishes it.
+Loads what it needs, then waits for ``begin`` before it registers: several load side by side and register in
+the order that the test says. Obeys lines on stdin (``acquire``, ``yield``, ``digest``, ``leave``), one after
+the other; says what happened as JSON lines on stdout. ``--stall-snapshot``: says when its snapshot begins and
+never finishes it.
 ``--fail-restore``: what was saved never comes back.
 """
 
@@ -73,7 +75,12 @@ def main() -> None:
     parser.add_argument("--state", type=int, default=0)
     parser.add_argument("--stall-snapshot", action="store_true")
     parser.add_argument("--fail-restore", action="store_true")
-    job = Job(parser.parse_args())
+    options = parser.parse_args()
+    if options.state:
+        import torch  # noqa: F401  (seconds that need not be in the test's order)
+    if sys.stdin.readline().strip() != "begin":
+        return
+    job = Job(options)
     say("ready")
     for line in sys.stdin:
         if (command := line.strip()) == "leave":

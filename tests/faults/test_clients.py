@@ -4,11 +4,7 @@ from faults.cluster import Cluster
 
 from coslice.wire.v1 import coslice_pb2 as pb
 
-GRACE = 1.0
-SHORT = {"session_grace": GRACE, "keepalive": 1.0}
-"""Keepalive: how soon a peer that is stopped, not dead, is noticed (one ping, one wait for its answer)."""
-WITHIN = GRACE + 2 * SHORT["keepalive"] + 10.0
-"""The lease time plus a generous allowance for a busy machine; far below any default timeout."""
+SHORT = {"session_grace": 1.0}
 
 
 def test_c4_a_killed_waiter_leaves_no_ghost(cluster: Cluster) -> None:
@@ -23,9 +19,9 @@ def test_c4_a_killed_waiter_leaves_no_ghost(cluster: Cluster) -> None:
     cluster.until_waiting("job-b", "job-c")
     b.kill()
     a.yield_()
-    c.expect("granted", within=WITHIN)
+    c.expect("granted")
     c.yield_()
-    left = cluster.until("pool", lambda group: not group.waiters, within=WITHIN)
+    left = cluster.until("pool", lambda group: not group.waiters)
     assert left.state != "held"
 
 
@@ -38,7 +34,7 @@ def test_rb1_a_killed_holder_loses_the_lock(cluster: Cluster) -> None:
     b.tell("acquire")
     cluster.until_waiting("job-b")
     a.kill()
-    assert b.expect("granted", within=WITHIN)["epoch"] > held["epoch"]
+    assert b.expect("granted")["epoch"] > held["epoch"]
 
 
 def test_c9_a_job_killed_after_its_last_yield_blocks_nobody(cluster: Cluster) -> None:
@@ -47,6 +43,7 @@ def test_c9_a_job_killed_after_its_last_yield_blocks_nobody(cluster: Cluster) ->
     cluster.agent()
     a, b = cluster.job("job-a", mib=40), cluster.job("job-b", mib=40)
     a.turn()
+    b.until_ready()
     a.kill()
     b.turn()
 
@@ -91,7 +88,7 @@ def test_c15_a_name_used_again_starts_clean(cluster: Cluster) -> None:
     a.yield_()
     b.turn()
     a.kill()
-    cluster.until("pool", forgotten, within=WITHIN)
+    cluster.until("pool", forgotten)
     b.leave()
     again = cluster.job("job-a", mib=40)
     again.acquire()
