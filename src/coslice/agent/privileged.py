@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,10 +161,10 @@ class Ended:
     err: str
 
 
-async def run_program(
-    command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None
-) -> Ended:
+async def run_program(command: Sequence[str | Path], *, keep: Sequence[int] = ()) -> Ended:
     """Run a program to its end, however long that takes; raises ``OSError`` if it cannot be started.
+
+    ``keep``: descriptors that it inherits.
 
     Cancelled, it leaves the program to end by itself, and reaps it.
     """
@@ -173,7 +173,7 @@ async def run_program(
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=dict(environment) if environment is not None else None,
+        pass_fds=keep,
         start_new_session=True,
     )
     whole = asyncio.ensure_future(process.communicate())

@@ -1,0 +1,436 @@
+"""The ``cuda`` backend: whole processes, frozen and thawed by the CUDA driver. Jobs need no code for it.
+
+A snapshot locks all processes of the job, then checkpoints them: the driver copies their device memory into
+host memory of theirs and frees the device. On any failure every process goes back to where it was. A restore
+happens once and only into room that was measured, because the driver destroys a process that finds none.
+"""
+
+import asyncio
+import importlib.util
+import logging
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from coslice.agent.backends import cuda_checks as checks
+from coslice.agent.backends.base import (
+    Capabilities,
+    Defaults,
+    MoveError,
+    NodeContext,
+    Presence,
+    ProcessRef,
+    Restored,
+    Snapshotted,
+)
+from coslice.agent.backends.cuda_binary import CheckpointProgram
+from coslice.agent.backends.cuda_calls import Calls, Pair, State, UsableError
+from coslice.agent.backends.cuda_hooks import Hooks
+from coslice.agent.backends.cuda_ledger import KEY, Entry, Key, Ledger, Target
+from coslice.agent.backends.cuda_moves import Failure, Moves
+from coslice.agent.backends.cuda_pool import HelperPool
+from coslice.agent.backends.cuda_settings import Settings, read_pairs, read_settings
+from coslice.agent.backends.cuda_targets import find_targets
+from coslice.agent.discovery.survey import Survey
+from coslice.agent.members import Member
+from coslice.errors import ConfigError
+from coslice.sizes import format_size
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+SETTLE_STEP = 0.02
+RETIRE_LOCK, RETIRE_SECONDS = 5.0, 20.0
+"""Who is to be killed is asked to leave the device first, for so long."""
+
+
+class CudaBackend(Defaults):
+    def __init__(
+        self, node: NodeContext, settings: Settings, calls: Calls, pairs: tuple[Pair, ...] = ()
+    ) -> None:
+        self.settings = settings
+        self._node, self._calls, self._pairs = node, calls, pairs
+        self._ledger = Ledger(node.store, node.found.get(KEY))
+        self._hooks = Hooks(timeout=node.config.move_timeout, section_wait=node.config.section_wait)
+        self._turns: dict[Key, asyncio.Lock] = {}
+        self._devices: dict[str, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.driver_seconds = 0.0
+        """Of all moves so far: time in the driver, of each step that of its slowest process."""
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(name="cuda", whole_process=True)
+
+    def deadline(self, size: int) -> float:
+        """Of a whole operation: lock, copy, unlock."""
+        rules = self.settings
+        return rules.lock_timeout + 2 * self._call_deadline(size) + self._node.config.section_wait
+
+    def holds(self, members: Sequence[Member]) -> bool:
+        entry = self._entry(members)
+        return entry is not None and entry.phase != "locking"
+
+    # ── life ───────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        """What the last agent instance left locked is let go; what it left checkpointed stays parked."""
+        for entry in self._ledger:
+            alive = tuple(target for target in entry.targets if target.alive)
+            if not alive:
+                await self._ledger.drop(entry.key)
+                continue
+            moves = self._moves()
+            states = await moves.states(alive)
+            locked = [target for target in alive if states[target.pid] is State.LOCKED]
+            for failure in await moves.unlock(locked):
+                log.error("job %s was left locked: %s", entry.job, failure.text)
+            if any(state is State.CHECKPOINTED for state in states.values()):
+                await self._ledger.step(entry, "parked")
+            elif entry.fault == "":
+                await self._ledger.drop(entry.key)
+
+    async def close(self) -> None:
+        """Operations go on to their end, within reason: half a swap is worse than a slow stop."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self.settings.lock_timeout)
+        await self._calls.close()
+
+    # ── the protocol ───────────────────────────────────────────────────────
+
+    async def probe(self, members: Sequence[Member]) -> Presence:
+        entry = self._entry(members)
+        parked = entry.targets if entry is not None and entry.phase != "locking" else ()
+        survey = await self._node.surveyor.survey()
+        if survey.error:
+            raise MoveError(f"what is on the devices is not known: {survey.error}")
+        moves = self._moves()
+        live = await find_targets(members, survey, moves, ours=self._ours())
+        states = await moves.states(target for target in parked if target.alive)
+        away = sum(state is State.CHECKPOINTED for state in states.values())
+        return Presence(live=len(live), parked=away, device_bytes=sum(target.bytes for target in live))
+
+    async def snapshot(
+        self, members: Sequence[Member], *, op: str, mode: str = "offload", tags: Sequence[str] = ()
+    ) -> Snapshotted:
+        if tags or mode != "offload":
+            raise MoveError("backend cuda moves whole processes: no tags, and no mode but offload")
+        return await self._whole(members, lambda: self._snapshot(members, op))
+
+    async def restore(self, members: Sequence[Member], *, op: str) -> Restored:
+        return await self._whole(members, lambda: self._restore(members, op))
+
+    async def retire(self, members: Sequence[Member]) -> Sequence[ProcessRef]:
+        """Ending a live process that was once restored was seen to hang a whole node (cuda-checkpoint issue
+        53); ending it checkpointed was safe."""
+        entry = self._entry(members)
+        survey = await self._node.surveyor.survey()
+        moves = self._moves(lock_timeout=min(RETIRE_LOCK, self.settings.lock_timeout))
+        live = [] if survey.error else await find_targets(members, survey, moves, ours=self._ours())
+        within_reach = [target for target in live if not self._calls.hanging(target.pid)]
+        try:
+            async with asyncio.timeout(RETIRE_SECONDS):
+                if not await moves.lock(within_reach):
+                    await moves.checkpoint(within_reach)
+        except (TimeoutError, UsableError) as error:
+            log.warning("job %s is ended while it is on the device: %r", members[0].job, error)
+        parked = entry.targets if entry is not None else ()
+        known = {member.pid for member in members}
+        return tuple(
+            ProcessRef(target.pid, target.started)
+            for target in {target.pid: target for target in (*live, *parked)}.values()
+            if target.pid not in known and target.alive
+        )
+
+    async def _whole(self, members: Sequence[Member], work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """One operation of a job at a time, and to its end, whatever becomes of the caller."""
+
+        async def run() -> T:
+            async with self._turns.setdefault(_key(members), asyncio.Lock()):
+                try:
+                    return await work()
+                except UsableError as error:
+                    raise MoveError(str(error)) from None
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("a move ended: %s", error)
+
+    # ── device → host ──────────────────────────────────────────────────────
+
+    async def _snapshot(self, members: Sequence[Member], op: str) -> Snapshotted:
+        began = time.monotonic()
+        survey = await self._node.surveyor.survey()
+        checks.check_driver(survey, program=isinstance(self._calls, CheckpointProgram))
+        moves = self._moves()
+        entry = self._entry(members)
+        before = await self._parked_already(entry, moves)
+        live = await find_targets(members, survey, moves, ours=self._ours())
+        live = [target for target in live if target.pid not in {each.pid for each in before}]
+        if not live:
+            self._mark(members, parked=bool(before))
+            size = sum(target.bytes for target in before)
+            return Snapshotted(bytes=size, residual=0, seconds=time.monotonic() - began)
+        self._refuse_wedged(live)
+        await asyncio.to_thread(self._check, live, survey)
+        await self._calls.warm(len(live))
+        async with self._hooks.around(members, op):
+            await asyncio.to_thread(checks.check_communicators, live, survey)
+            entry = _entry(members, op, (*before, *live))
+            await self._freeze(entry, live, moves, members)
+        self._mark(members, parked=True)
+        self.driver_seconds += moves.driver_seconds
+        return Snapshotted(bytes=entry.bytes, residual=0, seconds=time.monotonic() - began)
+
+    async def _freeze(
+        self, entry: Entry, live: Sequence[Target], moves: Moves, members: Sequence[Member]
+    ) -> None:
+        entry = await self._ledger.put(entry)
+        if failures := await moves.lock(live):
+            await self._undo(entry, live, moves)
+            raise _error(entry, failures, busy=all(failure.busy for failure in failures))
+        entry = await self._ledger.step(entry, "checkpointing")
+        failures = await moves.checkpoint(live)
+        if not failures:
+            failures = await self._still_there(members, live, moves)
+        if failures:
+            await self._undo(entry, live, moves)
+            raise _error(entry, failures)
+        await self._ledger.step(entry, "parked")
+
+    async def _still_there(
+        self, members: Sequence[Member], live: Sequence[Target], moves: Moves
+    ) -> list[Failure]:
+        """A success is believed when the devices are measured to be free of the job."""
+        pids, deadline = {target.pid for target in live}, time.monotonic() + self.settings.settle
+        while True:
+            survey = await self._node.surveyor.survey()
+            usage = survey.usage()
+            left = [
+                Failure(pid=pid, text=f"process {pid} still has {format_size(survey.bytes_of([pid]))} on it")
+                for pid in sorted(pids & usage.keys())
+            ]
+            if survey.error:
+                left = [Failure(pid=0, text=f"whether the device is free is not known: {survey.error}")]
+            if not left:
+                break
+            if time.monotonic() >= deadline:
+                return left
+            await asyncio.sleep(SETTLE_STEP)  # NVML tells nobody when memory has become free
+        late = await find_targets(members, survey, moves, ours=self._ours())
+        return [
+            Failure(pid=target.pid, text=f"process {target.pid} came to the device meanwhile", busy=True)
+            for target in late
+            if target.pid not in pids
+        ]
+
+    async def _undo(self, entry: Entry, live: Sequence[Target], moves: Moves) -> None:
+        """Every process back to running, by what the driver says of each."""
+        hanging = self._wedged(live)
+        states = await moves.states(target for target in live if target not in hanging)
+        away = [target for target in live if states.get(target.pid) is State.CHECKPOINTED]
+        stay = await self._bring_back(entry, away, moves) if away else set[int]()
+        locked = [
+            target
+            for target in live
+            if states.get(target.pid) in (State.LOCKED, State.CHECKPOINTED) and target.pid not in stay
+        ]
+        for failure in await moves.unlock(locked):
+            log.error("job %s: not unlocked: %s", entry.job, failure.text)
+        if not hanging and not stay:
+            await self._ledger.drop(entry.key)
+
+    async def _bring_back(self, entry: Entry, away: Sequence[Target], moves: Moves) -> set[int]:
+        """Undo a checkpoint; returns the pids that stay checkpointed. Their entry in the ledger stays too."""
+        need = replace(entry, targets=tuple(away)).per_device()
+        async with self._exclusive(need):
+            survey = await self._node.surveyor.survey()
+            lacking = survey.error or checks.check_room(need, survey, margin=0)
+            if lacking:  # somebody took the room: it stays in host memory, whole, until there is some
+                log.error("job %s stays in host memory: %s", entry.job, lacking)
+                await self._ledger.step(entry, "parked")
+                return {target.pid for target in away}
+            failures = await moves.restore(away, pairs=(), untouched=self._untouched)
+        if failures:
+            why = "; ".join(failure.text for failure in failures)
+            log.error("job %s was not brought back: %s", entry.job, why)
+            await self._ledger.step(entry, "parked", fault=why)
+        return {failure.pid for failure in failures}
+
+    # ── host → device ──────────────────────────────────────────────────────
+
+    async def _restore(self, members: Sequence[Member], op: str) -> Restored:
+        began = time.monotonic()
+        entry, size = self._entry(members), 0
+        if entry is not None:
+            if entry.fault:
+                raise MoveError(f"the state of {entry.job} is lost: {entry.fault}", lost=True)
+            size = await self._thaw(entry, op)
+        await self._hooks.back(members, op)
+        self._mark(members, parked=False)
+        return Restored(bytes=size, seconds=time.monotonic() - began)
+
+    async def _thaw(self, entry: Entry, op: str) -> int:
+        """Bytes that came back; raises ``MoveError``."""
+        targets = tuple(target for target in entry.targets if target.alive)
+        if len(targets) < len(entry.targets):  # the rest cannot go on without them
+            gone = ", ".join(str(target.pid) for target in entry.targets if target not in targets)
+            raise MoveError(f"process {gone} of {entry.job} ended while its state was parked", lost=True)
+        self._refuse_wedged(targets)
+        await self._calls.warm(len(targets))
+        moves = self._moves()
+        states = await moves.states(targets)
+        for target in targets:
+            if states[target.pid] in (None, State.FAILED):
+                raise MoveError(
+                    f"the driver says of process {target.pid} of {entry.job} that it "
+                    + ("has failed" if states[target.pid] else "cannot tell its state"),
+                    lost=states[target.pid] is State.FAILED,
+                    pid=target.pid,
+                )
+        away = [target for target in targets if states[target.pid] is State.CHECKPOINTED]
+        need = replace(entry, targets=tuple(away)).per_device()
+        async with self._exclusive(need):
+            await self._await_room(entry, self._mapped(need))
+            entry = await self._ledger.step(entry, "restoring", op=op)
+            failures = await moves.restore(away, pairs=self._pairs, untouched=self._untouched)
+        failed = {failure.pid for failure in failures}
+        locked = [t for t in targets if t.pid not in failed and states[t.pid] is not State.RUNNING]
+        failures += await moves.unlock(locked)
+        self.driver_seconds += moves.driver_seconds
+        if failures:
+            why = "; ".join(failure.text for failure in failures)
+            await self._ledger.step(entry, "parked", fault=why)
+            raise MoveError(
+                f"the state of {entry.job} did not come back: {why}", lost=True, pid=failures[0].pid
+            )
+        await self._ledger.drop(entry.key)
+        return sum(target.bytes for target in away)
+
+    async def _await_room(self, entry: Entry, need: Mapping[str, int]) -> None:
+        """Measured, not believed: a restore that runs out of memory destroys the process for good."""
+        deadline = time.monotonic() + self.settings.settle
+        while True:
+            survey = await self._node.surveyor.survey()
+            checks.check_driver(survey, program=isinstance(self._calls, CheckpointProgram))
+            lacking = checks.check_room(need, survey, margin=self.settings.margin)
+            if not lacking:
+                return
+            if time.monotonic() >= deadline:
+                raise MoveError(
+                    f"{entry.job} is not restored, which would destroy it: {lacking}. End what is in the way"
+                )
+            await asyncio.sleep(SETTLE_STEP)  # NVML tells nobody when memory has become free
+
+    async def _untouched(self, target: Target) -> bool:
+        survey = await self._node.surveyor.survey()
+        return not survey.error and target.pid not in survey.usage()
+
+    @asynccontextmanager
+    async def _exclusive(self, need: Mapping[str, int]) -> AsyncIterator[None]:
+        """No second restore on these devices between the measuring and the end of the restore."""
+        async with AsyncExitStack() as stack:
+            for uuid in sorted({*need, *self._mapped(need)}):
+                await stack.enter_async_context(self._devices.setdefault(uuid, asyncio.Lock()))
+            yield
+
+    def _mapped(self, need: Mapping[str, int]) -> dict[str, int]:
+        new = dict(self._pairs)
+        return {new.get(uuid, uuid): size for uuid, size in need.items()}
+
+    # ── small parts ────────────────────────────────────────────────────────
+
+    async def _parked_already(self, entry: Entry | None, moves: Moves) -> tuple[Target, ...]:
+        """Of an earlier, perhaps half-done, snapshot of this very start of the job."""
+        if entry is None:
+            return ()
+        states = await moves.states(target for target in entry.targets if target.alive)
+        return tuple(t for t in entry.targets if states.get(t.pid) is State.CHECKPOINTED)
+
+    def _check(self, live: Sequence[Target], survey: Survey) -> None:
+        for target in live:
+            checks.check_process(target, survey)
+        parked = sum(entry.bytes for entry in self._ledger)
+        left = self._node.config.host_budget - self._node.buffers.used - parked
+        checks.check_host_memory(live, budget_left=left)
+
+    def _refuse_wedged(self, targets: Sequence[Target]) -> None:
+        if wedged := self._wedged(targets):
+            raise MoveError(
+                f"an earlier driver call for process {wedged[0].pid} has not come back: the process is out "
+                "of reach until it does",
+                pid=wedged[0].pid,
+            )
+
+    def _wedged(self, targets: Sequence[Target]) -> list[Target]:
+        return [target for target in targets if self._calls.hanging(target.pid)]
+
+    def _moves(self, *, lock_timeout: float | None = None) -> Moves:
+        timeout = self.settings.lock_timeout if lock_timeout is None else lock_timeout
+        return Moves(
+            self._calls, deadline=self._call_deadline, lock_timeout=timeout, tries=self.settings.tries
+        )
+
+    def _call_deadline(self, size: int) -> float:
+        return self.settings.base_seconds + size / self.settings.slowest
+
+    def _ours(self) -> frozenset[int]:
+        helpers = self._calls.pids if isinstance(self._calls, HelperPool) else frozenset[int]()
+        return helpers | {self._node.surveyor.pid}
+
+    def _entry(self, members: Sequence[Member]) -> Entry | None:
+        entry = self._ledger.get(_key(members)) if members else None
+        return entry if entry is not None and entry.incarnation == members[0].incarnation else None
+
+    @staticmethod
+    def _mark(members: Sequence[Member], *, parked: bool) -> None:
+        for member in members:
+            member.parked = parked
+            member.residual = 0
+
+
+def _key(members: Sequence[Member]) -> Key:
+    return (members[0].group, members[0].job)
+
+
+def _entry(members: Sequence[Member], op: str, targets: tuple[Target, ...]) -> Entry:
+    group, job = _key(members)
+    return Entry(
+        group=group, job=job, incarnation=members[0].incarnation, phase="locking", op=op, targets=targets
+    )
+
+
+def _error(entry: Entry, failures: Sequence[Failure], *, busy: bool = False) -> MoveError:
+    text = "; ".join(failure.text for failure in failures)
+    return MoveError(f"{entry.job} was not moved out: {text}", busy=busy, pid=failures[0].pid)
+
+
+def make(node: NodeContext, settings: Mapping[str, object]) -> CudaBackend:
+    """The entry point. Raises ``ConfigError`` for settings that are unknown or make no sense."""
+    chosen = read_settings(settings)
+    program = shutil.which(chosen.program)
+    if chosen.calls == "program" and program is None:
+        raise ConfigError(f"backend cuda: program {chosen.program!r} is not found; give its path")
+    calls: Calls
+    if program is not None and (chosen.calls == "program" or (chosen.calls == "auto" and not _bindings())):
+        calls = CheckpointProgram(Path(program), Path(node.config.runtime_dir) / "calls")
+    else:
+        calls = HelperPool(Path(node.config.runtime_dir) / "calls")
+    return CudaBackend(node, chosen, calls, read_pairs(chosen.remap))
+
+
+def _bindings() -> bool:
+    try:
+        return importlib.util.find_spec("cuda.bindings") is not None
+    except ImportError:
+        return False

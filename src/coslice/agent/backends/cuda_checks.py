@@ -1,0 +1,183 @@
+"""What must be true before a process is frozen by the CUDA driver. Each refusal names the remedy.
+
+Looks at ``/proc``, cgroups and a survey; touches nothing, so whatever is refused here goes on as before. What
+cannot be seen from outside (managed memory, CUDA IPC, arm64) the driver refuses, and ``cuda_calls.meaning``
+explains it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from coslice.agent.backends.base import MoveError
+from coslice.agent.backends.cuda_ledger import Target
+from coslice.agent.discovery import cgroups, procfs
+from coslice.agent.discovery.survey import Survey
+from coslice.sizes import format_size
+
+API_NEEDED = 12080
+"""The checkpoint calls are in the driver API since CUDA 12.8, which comes with driver 570."""
+PROGRAM_NEEDED = (555,)
+"""``cuda-checkpoint --action``."""
+REMAP_NEEDED = 13000
+PARTIAL_NEEDED = (575, 57, 8)
+"""Before, a process that sees only some of the node's devices cannot be restored."""
+IPC_NEEDED = (610,)
+HOST_MARGIN = 1.1
+"""The driver's copy in host memory takes a little more than what was on the device."""
+_PROFILERS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+
+
+def check_driver(survey: Survey, *, program: bool) -> None:
+    """Raises ``MoveError``. ``program``: calls are made by cuda-checkpoint."""
+    if survey.error:
+        raise MoveError(
+            f"what is on the devices is not known ({survey.error}): nothing is moved without measuring; run "
+            "the agent where NVML works (libnvidia-ml.so.1, and nvidia-ml-py of coslice[cuda])"
+        )
+    if program and survey.driver_version and survey.driver_version < PROGRAM_NEEDED:
+        raise MoveError(
+            f"driver {survey.driver} cannot checkpoint step by step: 555 or later is needed, 570 for torch"
+        )
+    if not program and survey.cuda < API_NEEDED:
+        raise MoveError(
+            f"driver {survey.driver} has no checkpoint calls: 570 (CUDA 12.8) or later is needed, upgrade it"
+        )
+    for gpu in survey.gpus:
+        if gpu.mig:
+            raise MoveError(
+                f"device {gpu.index} is in MIG mode, which the driver cannot checkpoint (it would say that "
+                "it is out of memory): turn MIG off (nvidia-smi -mig 0), or use another backend"
+            )
+
+
+def advice(survey: Survey) -> list[str]:
+    """What works badly with this driver, each with its remedy. For logs and ``coslice doctor``."""
+    found = []
+    if survey.gpus and survey.driver_version < PARTIAL_NEEDED and len(survey.gpus) > 1:
+        found.append(
+            f"driver {survey.driver}: processes that see only some of the {len(survey.gpus)} devices may not "
+            "come back; use 575.57.08 or later"
+        )
+    if any(gpu.persistence is False for gpu in survey.gpus):
+        found.append(
+            "persistence mode is off: every first use of a device takes seconds, and tools other than this "
+            "agent's helpers cannot restore; turn it on (nvidia-smi -pm 1)"
+        )
+    return found
+
+
+def check_process(target: Target, survey: Survey) -> None:
+    """Can the driver talk to it, and may it be frozen? Raises ``MoveError``."""
+    pid = target.pid
+    seen = procfs.process(pid)
+    if seen is None or seen.started != target.started or seen.state in "ZX":
+        raise MoveError(f"process {pid} has ended", pid=pid)
+    if seen.group != pid:
+        raise MoveError(f"{pid} is a thread of process {seen.group}: name the process", pid=pid)
+    if seen.state in "Tt":
+        raise MoveError(
+            f"process {pid} is stopped (state {seen.state}), and a part of the driver inside it has to run: "
+            f"let it go on (kill -CONT {pid}), or end its debugger",
+            pid=pid,
+        )
+    if cgroups.frozen(pid):
+        raise MoveError(
+            f"process {pid} is frozen by its cgroup, and a part of the driver inside it has to run: thaw it",
+            pid=pid,
+        )
+    if any(pid in gpu.mps_clients for gpu in survey.gpus):
+        raise MoveError(
+            f"process {pid} uses the Multi-Process Service (MPS), which the driver cannot checkpoint: start "
+            "the job without it (unset CUDA_MPS_PIPE_DIRECTORY, or end nvidia-cuda-mps-control)",
+            pid=pid,
+        )
+    environment = procfs.environment(pid)
+    if tool := next((name for name in _PROFILERS if environment.get(name)), None):
+        raise MoveError(
+            f"process {pid} runs under a profiler ({tool} is set), which the driver cannot checkpoint: start "
+            "the job without it",
+            pid=pid,
+        )
+
+
+def check_communicators(targets: Sequence[Target], survey: Survey) -> None:
+    """Live NCCL communicators between processes. Raises ``MoveError``."""
+    if len(targets) < 2:
+        return
+    for target in targets:
+        mapped = procfs.maps(target.pid)
+        live = any(path.startswith("/dev/shm/nccl-") for path in mapped)
+        if not live or not any("libnccl" in Path(path).name for path in mapped):
+            continue
+        environment = procfs.environment(target.pid)
+        lacking = []
+        if environment.get("NCCL_NVLS_ENABLE") != "0":
+            lacking.append("NCCL_NVLS_ENABLE=0")
+        by_job_file = environment.get("CUDA_CHECKPOINT_JOB_FILE") and survey.driver_version >= IPC_NEEDED
+        if environment.get("NCCL_P2P_DISABLE") != "1" and not by_job_file:
+            lacking.append(
+                "NCCL_P2P_DISABLE=1 (or driver 610 and a start under cuda-checkpoint --launch-job)"
+            )
+        if lacking:
+            raise MoveError(
+                f"process {target.pid} has live NCCL communicators with other processes, which the driver "
+                "cannot checkpoint (it may hang for ever): take them down in "
+                "coslice.workload.register(on_snapshot=...) and make them anew in on_restore, or start the "
+                f"job with {' and '.join(lacking)}",
+                pid=target.pid,
+            )
+
+
+def check_host_memory(targets: Sequence[Target], *, budget_left: int | None = None) -> None:
+    """Room for copies of all device memory, on the node and in each cgroup. Raises ``MoveError``."""
+    need = int(sum(target.bytes for target in targets) * HOST_MARGIN)
+    if budget_left is not None and need > budget_left:
+        raise MoveError(
+            f"the copy of {format_size(need)} of device memory does not fit: "
+            f"{format_size(max(0, budget_left))} of the agent's host budget are left; raise it "
+            "(--host-memory), or share with fewer jobs",
+            no_room=True,
+        )
+    if need > (available := procfs.available_memory()):
+        raise MoveError(
+            f"the copy of {format_size(need)} of device memory does not fit: the node has "
+            f"{format_size(available)} of host memory available; free some, or share with fewer jobs",
+            no_room=True,
+        )
+    groups: dict[str, list[Target]] = {}
+    for target in targets:
+        groups.setdefault(_cgroup(target.pid), []).append(target)
+    for members in groups.values():
+        inside = int(sum(target.bytes for target in members) * HOST_MARGIN)
+        left = cgroups.memory_left(members[0].pid)
+        if left is not None and inside > left:
+            raise MoveError(
+                f"the copy of {format_size(inside)} of device memory is charged to the job's own cgroup, and "
+                f"that has {format_size(left)} left: raise its memory limit (in Kubernetes, the container's)",
+                no_room=True,
+                pid=members[0].pid,
+            )
+
+
+def check_room(need: Mapping[str, int], survey: Survey, *, margin: int) -> str:
+    """Why the devices do not have these bytes free; empty if they have."""
+    for uuid, size in sorted(need.items()):
+        gpu = survey.gpu(uuid)
+        if gpu is None:
+            return f"device {uuid} is not here any more"
+        if gpu.free < size + (margin if size else 0):
+            users = ", ".join(
+                f"process {holder.pid} has {format_size(holder.bytes or 0)}" for holder in gpu.holders
+            )
+            return (
+                f"device {gpu.index} has {format_size(gpu.free)} free and {format_size(size)} must come "
+                f"back: {users or 'no process is listed there'}"
+            )
+    return ""
+
+
+def _cgroup(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return ""
