@@ -1415,6 +1415,7 @@ class Register(google.protobuf.message.Message):
     MODES_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     TICKET_FIELD_NUMBER: builtins.int
+    BACKEND_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.str
     group: builtins.str
@@ -1434,6 +1435,8 @@ class Register(google.protobuf.message.Message):
     """host or cuda"""
     ticket: builtins.str
     """from the agent's socket: proves which process this is"""
+    backend: builtins.str
+    """the job's choice, NAME or NAME:key=value,...; empty: none"""
     @property
     def modes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """offload, discard"""
@@ -1454,8 +1457,9 @@ class Register(google.protobuf.message.Message):
         modes: collections.abc.Iterable[builtins.str] | None = ...,
         device: builtins.str = ...,
         ticket: builtins.str = ...,
+        backend: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "group", b"group", "incarnation", b"incarnation", "job", b"job", "modes", b"modes", "need_bytes", b"need_bytes", "parked", b"parked", "parked_bytes", b"parked_bytes", "pid", b"pid", "rank", b"rank", "start_time", b"start_time", "state_bytes", b"state_bytes", "ticket", b"ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "device", b"device", "group", b"group", "incarnation", b"incarnation", "job", b"job", "modes", b"modes", "need_bytes", b"need_bytes", "parked", b"parked", "parked_bytes", b"parked_bytes", "pid", b"pid", "rank", b"rank", "start_time", b"start_time", "state_bytes", b"state_bytes", "ticket", b"ticket"]) -> None: ...
 
 Global___Register: typing_extensions.TypeAlias = Register
 
@@ -1681,9 +1685,11 @@ class SnapshotRequest(google.protobuf.message.Message):
     TAGS_FIELD_NUMBER: builtins.int
     TIMEOUT_S_FIELD_NUMBER: builtins.int
     PIDS_FIELD_NUMBER: builtins.int
+    BACKEND_FIELD_NUMBER: builtins.int
     job: builtins.str
     mode: builtins.str
     timeout_s: builtins.float
+    backend: builtins.str
     @property
     def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -1696,8 +1702,9 @@ class SnapshotRequest(google.protobuf.message.Message):
         tags: collections.abc.Iterable[builtins.str] | None = ...,
         timeout_s: builtins.float = ...,
         pids: collections.abc.Iterable[builtins.int] | None = ...,
+        backend: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "mode", b"mode", "pids", b"pids", "tags", b"tags", "timeout_s", b"timeout_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "job", b"job", "mode", b"mode", "pids", b"pids", "tags", b"tags", "timeout_s", b"timeout_s"]) -> None: ...
 
 Global___SnapshotRequest: typing_extensions.TypeAlias = SnapshotRequest
 
@@ -1707,15 +1714,19 @@ class RestoreRequest(google.protobuf.message.Message):
 
     JOB_FIELD_NUMBER: builtins.int
     TIMEOUT_S_FIELD_NUMBER: builtins.int
+    PIDS_FIELD_NUMBER: builtins.int
     job: builtins.str
     timeout_s: builtins.float
+    @property
+    def pids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         timeout_s: builtins.float = ...,
+        pids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "timeout_s", b"timeout_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "pids", b"pids", "timeout_s", b"timeout_s"]) -> None: ...
 
 Global___RestoreRequest: typing_extensions.TypeAlias = RestoreRequest
 
@@ -1726,17 +1737,20 @@ class MoveResponse(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    BACKEND_FIELD_NUMBER: builtins.int
     bytes: builtins.int
     seconds: builtins.float
     reason: builtins.str
+    backend: builtins.str
     def __init__(
         self,
         *,
         bytes: builtins.int = ...,
         seconds: builtins.float = ...,
         reason: builtins.str = ...,
+        backend: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "reason", b"reason", "seconds", b"seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bytes", b"bytes", "reason", b"reason", "seconds", b"seconds"]) -> None: ...
 
 Global___MoveResponse: typing_extensions.TypeAlias = MoveResponse
 
@@ -1763,12 +1777,16 @@ class GetNodeStatusResponse(google.protobuf.message.Message):
     ATTACHED_FIELD_NUMBER: builtins.int
     DEVICES_FIELD_NUMBER: builtins.int
     SOCKET_FIELD_NUMBER: builtins.int
+    ACCELERATORS_FIELD_NUMBER: builtins.int
+    SURVEY_ERROR_FIELD_NUMBER: builtins.int
     node: builtins.str
     accelerator: builtins.str
     orchestrator: builtins.str
     attached: builtins.bool
     socket: builtins.str
     """unix socket: tickets for registrations, and host buffers"""
+    survey_error: builtins.str
+    """why accelerators are not known; empty: they are"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Residency]: ...
     @property
@@ -1779,6 +1797,8 @@ class GetNodeStatusResponse(google.protobuf.message.Message):
     def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MemberStatus]: ...
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DeviceStatus]: ...
+    @property
+    def accelerators(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Accelerator]: ...
     def __init__(
         self,
         *,
@@ -1791,10 +1811,80 @@ class GetNodeStatusResponse(google.protobuf.message.Message):
         attached: builtins.bool = ...,
         devices: collections.abc.Iterable[Global___DeviceStatus] | None = ...,
         socket: builtins.str = ...,
+        accelerators: collections.abc.Iterable[Global___Accelerator] | None = ...,
+        survey_error: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "attached", b"attached", "devices", b"devices", "direct", b"direct", "groups", b"groups", "members", b"members", "node", b"node", "orchestrator", b"orchestrator", "socket", b"socket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "accelerators", b"accelerators", "attached", b"attached", "devices", b"devices", "direct", b"direct", "groups", b"groups", "members", b"members", "node", b"node", "orchestrator", b"orchestrator", "socket", b"socket", "survey_error", b"survey_error"]) -> None: ...
 
 Global___GetNodeStatusResponse: typing_extensions.TypeAlias = GetNodeStatusResponse
+
+@typing.final
+class Accelerator(google.protobuf.message.Message):
+    """One device of this node, as measured (NVML), whoever uses it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    UUID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    OCCUPANTS_FIELD_NUMBER: builtins.int
+    ECC_UNCORRECTED_FIELD_NUMBER: builtins.int
+    LAST_XID_FIELD_NUMBER: builtins.int
+    MIG_FIELD_NUMBER: builtins.int
+    PERSISTENCE_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    uuid: builtins.str
+    name: builtins.str
+    total_bytes: builtins.int
+    used_bytes: builtins.int
+    ecc_uncorrected: builtins.int
+    last_xid: builtins.int
+    """since the agent started; 0: none"""
+    mig: builtins.bool
+    persistence: builtins.bool
+    @property
+    def occupants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Occupant]: ...
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        uuid: builtins.str = ...,
+        name: builtins.str = ...,
+        total_bytes: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+        occupants: collections.abc.Iterable[Global___Occupant] | None = ...,
+        ecc_uncorrected: builtins.int = ...,
+        last_xid: builtins.int = ...,
+        mig: builtins.bool = ...,
+        persistence: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ecc_uncorrected", b"ecc_uncorrected", "index", b"index", "last_xid", b"last_xid", "mig", b"mig", "name", b"name", "occupants", b"occupants", "persistence", b"persistence", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "uuid", b"uuid"]) -> None: ...
+
+Global___Accelerator: typing_extensions.TypeAlias = Accelerator
+
+@typing.final
+class Occupant(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PID_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
+    pid: builtins.int
+    bytes: builtins.int
+    job: builtins.str
+    """empty: of no job that is known here"""
+    def __init__(
+        self,
+        *,
+        pid: builtins.int = ...,
+        bytes: builtins.int = ...,
+        job: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "job", b"job", "pid", b"pid"]) -> None: ...
+
+Global___Occupant: typing_extensions.TypeAlias = Occupant
 
 @typing.final
 class DeviceStatus(google.protobuf.message.Message):
@@ -1845,6 +1935,8 @@ class MemberStatus(google.protobuf.message.Message):
     DEVICE_BYTES_FIELD_NUMBER: builtins.int
     HOST_BYTES_FIELD_NUMBER: builtins.int
     CONNECTED_FIELD_NUMBER: builtins.int
+    BACKEND_FIELD_NUMBER: builtins.int
+    PARKED_FIELD_NUMBER: builtins.int
     member: builtins.str
     job: builtins.str
     group: builtins.str
@@ -1855,6 +1947,9 @@ class MemberStatus(google.protobuf.message.Message):
     host_bytes: builtins.int
     """memory file held for it"""
     connected: builtins.bool
+    backend: builtins.str
+    """what moves its state"""
+    parked: builtins.bool
     def __init__(
         self,
         *,
@@ -1866,7 +1961,9 @@ class MemberStatus(google.protobuf.message.Message):
         device_bytes: builtins.int = ...,
         host_bytes: builtins.int = ...,
         connected: builtins.bool = ...,
+        backend: builtins.str = ...,
+        parked: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["connected", b"connected", "device_bytes", b"device_bytes", "group", b"group", "host_bytes", b"host_bytes", "job", b"job", "member", b"member", "pid", b"pid", "state_bytes", b"state_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "connected", b"connected", "device_bytes", b"device_bytes", "group", b"group", "host_bytes", b"host_bytes", "job", b"job", "member", b"member", "parked", b"parked", "pid", b"pid", "state_bytes", b"state_bytes"]) -> None: ...
 
 Global___MemberStatus: typing_extensions.TypeAlias = MemberStatus
