@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from coslice.cli import simulate_commands
 from coslice.cli.profile import profile
 from coslice.errors import ConfigError, CosliceError
 
@@ -38,6 +39,7 @@ Orchestrator = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+simulate_commands.add(app, bench_app)
 DEFAULT_ORCHESTRATOR = "127.0.0.1:50051"
 DEFAULT_AGENT = "127.0.0.1:9001"
 
@@ -276,14 +278,19 @@ def demo(
 @app.command()
 def replay(
     journal: Annotated[Path, typer.Argument(help="A journal written by [b]coslice up[/b] or the demo.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path(
-        "replay.html"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The page to write. Default: replay.html."),
+    ] = None,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev or chrome://tracing."),
+    ] = None,
 ) -> None:
-    """Draw a journal as one self-contained HTML page."""
+    """Draw a journal as one self-contained HTML page, or as a Perfetto trace."""
     from coslice.cli.show import write_replay
 
-    write_replay(journal, out)
+    write_replay(journal, out, perfetto)
 
 
 @app.command()
@@ -325,6 +332,33 @@ def explore(
         nodes=nodes, jobs=jobs, acquires=acquires, troubles=troubles, seconds=seconds, out=json
     )
     raise typer.Exit(status)
+
+
+@app.command(name="check-phases", context_settings={"allow_interspersed_args": False})
+def check_phases(
+    command: Annotated[list[str], typer.Argument(help="The job's command, after `--`.", metavar="COMMAND…")],
+    group: Annotated[
+        str, typer.Option("--group", help="Groups in the order they must be taken, the trainer's first.")
+    ] = "trainer,sampler",
+    swap_s: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that a swap takes: shorter phases are reported.")
+    ] = 1.0,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write phases and findings as JSON.")
+    ] = None,
+) -> None:
+    """Run a job alone, without a cluster, and report what its phases would do to others.
+
+    Reports, with phase and line: groups taken in the wrong order, accelerators never given up, work of
+    registered state outside a phase, phases too short to be worth a swap. Status 1 if there is anything.
+    """
+    from coslice.cli.check_phases import check_phases as check
+    from coslice.client.config import group_names
+
+    names = group_names(group)
+    if not names:
+        raise ConfigError("--group names no group")
+    raise typer.Exit(check(command, groups=names, swap_s=swap_s, out=json))
 
 
 @bench_app.command()

@@ -129,13 +129,23 @@ def show_explain(group: str, *, job: str, last: int, address: str, as_json: bool
         console.print(escape(line), soft_wrap=True)
 
 
-def write_replay(journal: Path, out: Path) -> None:
+def write_replay(journal: Path, out: Path | None, perfetto: Path | None) -> None:
+    """``out`` None: a page only if no ``perfetto`` trace is asked for."""
     from coslice.replay.page import render
+    from coslice.replay.perfetto import render_perfetto
 
     if not journal.is_file():
         raise ConfigError(f"there is no journal at {journal}: `coslice up` says where it writes one")
-    try:
-        render(journal, out)
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}") from None
-    console.print(f"wrote {escape(str(out))}: open it in any browser")
+    if out is None and perfetto is None:
+        out = Path("replay.html")
+    for file, draw, how in (
+        (out, render, "open it in any browser"),
+        (perfetto, render_perfetto, "open it at https://ui.perfetto.dev"),
+    ):
+        if file is None:
+            continue
+        try:
+            draw(journal, file)
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+        console.print(f"wrote {escape(str(file))}: {how}")

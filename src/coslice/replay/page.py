@@ -30,10 +30,11 @@ def render(journal: str | Path, out: str | Path) -> None:
     template = files("coslice.replay").joinpath("page.html").read_text(encoding="utf-8")
     if _PLACE not in template:
         raise RuntimeError("page.html has no place for the data")
-    _write(Path(out), template.replace(_PLACE, safe))
+    write_whole(Path(out), template.replace(_PLACE, safe))
 
 
-def _write(out: Path, text: str) -> None:
+def write_whole(out: Path, text: str) -> None:
+    """Replace ``out``, whole or not at all."""
     handle, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

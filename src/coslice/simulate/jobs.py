@@ -4,7 +4,9 @@ A closed job has one loop. A buffered one has a second that makes batches: a ``M
 accelerators of ours, else another ``Loop``.
 """
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from coslice.core import events as ev
 from coslice.core.ids import Epoch, Incarnation, JobId, RequestId, SessionId
@@ -195,9 +197,16 @@ class Loop:
             return
         self.lock, self.asked = engine.locks[part.group], engine.now
         self.count += 1
-        self.lock.post(
+        self._say(self._ask, self.token)
+
+    def _ask(self, token: int) -> None:
+        job, lock = self.job, self.lock
+        if token != self.token or lock is None:
+            return  # it died on the way
+        part = self.passes[self.step % len(self.passes)][self.index]
+        lock.post(
             ev.AcquireRequested(
-                at=engine.now,
+                at=job.engine.now,
                 job=job.name,
                 incarnation=job.incarnation,
                 session=self.session,
@@ -207,14 +216,29 @@ class Loop:
             )
         )
 
+    def _say(self, act: Callable[[Any], None], what: Any) -> None:
+        """A message takes its time."""
+        engine, delay = self.job.engine, self.job.engine.cost.message_s
+        if delay:
+            engine.later(engine.now + delay, act, what)
+        else:
+            act(what)
+
     def wake(self) -> None:
         if self.idle:
             self.idle = False
             self.go_on()
 
     def granted(self, lock: "Lock", request: RequestId, epoch: Epoch) -> None:
+        self.epoch, self.began = epoch, math.inf
+        self._say(self._begin, (self.token, lock, request))
+
+    def _begin(self, grant: tuple[int, "Lock", RequestId]) -> None:
+        """The grant has arrived."""
         job, engine = self.job, self.job.engine
-        self.epoch = epoch
+        token, lock, request = grant
+        if token != self.token:
+            return
         if engine.now >= engine.scenario.warmup:
             job.waits.append(engine.now - self.asked)
         lock.post(ev.GrantConfirmed(at=engine.now, request=request))
@@ -233,12 +257,12 @@ class Loop:
     def _done(self, token: int) -> None:
         if token != self.token:
             return
-        job, engine = self.job, self.job.engine
+        job = self.job
         lock, epoch = self.lock, self.epoch
         if lock is not None and epoch is not None:
             self.close()
             self.lock, self.epoch = None, None
-            lock.post(ev.LeaseYielded(at=engine.now, job=job.name, session=self.session, epoch=epoch))
+            self._say(self._yield, (lock, self.session, epoch))
         self.index += 1
         if self.index == len(self.passes[self.step % len(self.passes)]):
             self.index, self.mid = 0, False
@@ -246,6 +270,10 @@ class Loop:
             job.finished_pass(self)
         if job.running and self.token == token:
             self.go_on()
+
+    def _yield(self, lease: tuple["Lock", SessionId, Epoch]) -> None:
+        lock, session, epoch = lease
+        lock.post(ev.LeaseYielded(at=self.job.engine.now, job=self.job.name, session=session, epoch=epoch))
 
     def close(self) -> None:
         """What it computed so far counts (within the window)."""

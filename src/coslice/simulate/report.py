@@ -33,6 +33,8 @@ class JobReport(Struct, frozen=True, kw_only=True):
     """The largest slowdown of ten steps in a row (of all, if they are fewer)."""
     solo_duty: float
     """On the group it uses most."""
+    starts: int
+    """1, and one more for every crash and every refusal."""
     wait: Spread
 
 
@@ -56,7 +58,8 @@ class Report(Struct, frozen=True, kw_only=True):
     swaps: int
     wait_s: Spread
     steps_per_s: float
-    """Core steps (of locks and nodes) a second of the simulator's own time, in one process."""
+    """Core steps (of locks and nodes) a second of the simulator's own time, ``processes`` together."""
+    processes: int
     slowdown_spread: Spread
     gpu_hours_per_step: float
     gpu_hours_per_step_solo: float
@@ -100,6 +103,7 @@ def report(engine: Engine, *, policy: str) -> Report:
         swaps=sum(pool.swaps for pool in pools.values()),
         wait_s=spread([wait for run in engine.runs.values() for wait in run.waits]),
         steps_per_s=total / engine.wall_s if engine.wall_s > 0 else 0.0,
+        processes=1,
         slowdown_spread=spread([job.slowdown for job in jobs.values()]),
         gpu_hours_per_step=sum(weights[n] for n in used) * window / 3600 / steps if steps else 0.0,
         gpu_hours_per_step_solo=_solo_gpu_hours(engine, jobs, weights) / steps if steps else 0.0,
@@ -131,6 +135,7 @@ def _job(engine: Engine, run: Run) -> JobReport | None:
         slowdown=_ratio(ends, solo_ends, 0, count),
         worst10=max(_ratio(ends, solo_ends, k, k + few) for k in range(count - few + 1)),
         solo_duty=max(solo.duty.values()),
+        starts=run.starts,
         wait=spread(run.waits),
     )
 

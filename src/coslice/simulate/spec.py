@@ -25,8 +25,8 @@ Pass = tuple[Stretch, ...]
 class Job(Struct, frozen=True, kw_only=True):
     """A training run. ``loop``: what it does in step 1, 2, …, and after the last from the first again.
 
-    Closed (``produce`` empty): off-time is part of the loop. Buffered: every pass of ``produce`` makes a batch
-    beside it, at most ``1 + staleness`` beyond the finished steps, and every step begins by taking one
+    Closed (``produce`` empty): off-time is part of the loop. Buffered: every pass of ``produce`` makes a
+    batch beside it, at most ``1 + staleness`` beyond the finished steps, and every step begins by taking one
     (``profile.cycle.Batches`` has the rule).
     """
 
@@ -56,8 +56,8 @@ class Pool(Struct, frozen=True, kw_only=True):
     nodes: int = 1
     gpus: int = 1
     """Accelerators per node: for GPU-hours only, the lock is one for all."""
-    device: int = GIB + GIB // 2
-    """Bytes on each node."""
+    device: int = 0
+    """Bytes on each node; 0: not known, so that one job is on it at a time."""
     host: int = 0
     """Bytes of host memory for saved state on each node; 0: no limit."""
     policy: str = ""
@@ -75,7 +75,9 @@ class SwapCost(Struct, frozen=True, kw_only=True):
     overlap: float = 0.0
     """0: the way in begins when the way out is over. 1: both run at once, and the longer one counts."""
     handoff_s: float = 0.0
-    """From a yield to the next grant when nothing moves: messages, saving, deciding."""
+    """From a command to a node's report when nothing moves."""
+    message_s: float = 0.0
+    """From a job to the orchestrator, or back."""
 
     def leaving(self, size: int) -> float:
         return self.out_s + size / self.out_rate
@@ -85,11 +87,11 @@ class SwapCost(Struct, frozen=True, kw_only=True):
         return max(0.0, self.in_s + size / self.in_rate - self.overlap * after)
 
 
-def whole_swap(seconds: float, *, handoff_s: float = 0.0) -> SwapCost:
+def whole_swap(seconds: float, *, handoff_s: float = 0.0, message_s: float = 0.0) -> SwapCost:
     """A hand-over that moves one job out and another in takes ``seconds``, half for each way."""
     if not seconds >= 0 or math.isinf(seconds):
         raise ConfigError(f"a swap of {seconds} s: give 0 or more seconds")
-    return SwapCost(out_s=seconds / 2, in_s=seconds / 2, handoff_s=handoff_s)
+    return SwapCost(out_s=seconds / 2, in_s=seconds / 2, handoff_s=handoff_s, message_s=message_s)
 
 
 class Faults(Struct, frozen=True, kw_only=True):

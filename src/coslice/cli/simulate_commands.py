@@ -1,0 +1,115 @@
+"""The command line of the simulator: ``coslice simulate`` and ``coslice bench sim``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def add(app: typer.Typer, bench_app: typer.Typer) -> None:
+    app.command()(simulate)
+    bench_app.command()(sim)
+
+
+def simulate(
+    jobs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="JOB…",
+            help="What [b]coslice profile[/b] reads or writes (profiles, journals, trainers' logs, step "
+            "files, GPU utilisation), or [b]NAME=ON/OFF[/b] in seconds, as in math=120/220.",
+        ),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fifo",
+    compare: Annotated[
+        str | None, typer.Option(metavar="POLICY,…", help="Several policies, side by side in one table.")
+    ] = None,
+    swap_s: Annotated[
+        float, typer.Option("--swap-s", min=0.0, help="Seconds of a whole hand-over, half for each way.")
+    ] = 0.0,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Bytes a second, each way, as in 40GiB: state takes its size's time."
+        ),
+    ] = None,
+    overlap: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the way in that runs beside the way out.")
+    ] = 0.0,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Device memory per node: who fits beside others stays there."),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory per node for saved state. Default: no limit."),
+    ] = None,
+    staleness: Annotated[
+        float | None, typer.Option(help="Batches that may be ahead, where the files do not say.")
+    ] = None,
+    hours: Annotated[
+        float | None, typer.Option(help="Simulated time. Default: 200 steps of the slowest job.")
+    ] = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="crashes (of a job, per hour), restart_s, outages (of an agent, per hour), outage_s, "
+            "failed_moves (share). Repeat for several.",
+        ),
+    ] = None,
+    scenario: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Groups, jobs, arrivals and costs as JSON, in place of JOB…."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn: faults, phases known by quantiles.")] = 0,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the journal, as a live run does.")
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it as a page (of the first policy compared).")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as a trace for ui.perfetto.dev.")
+    ] = None,
+) -> None:
+    """What would these jobs do to each other? The orchestrator's own core, on a virtual clock."""
+    from coslice.cli.simulate import SimulateOptions, run_simulate
+
+    run_simulate(
+        SimulateOptions(
+            jobs=tuple(jobs or ()),
+            scenario=scenario,
+            policy=policy,
+            compare=tuple(word for word in (compare or "").split(",") if word),
+            swap_s=swap_s,
+            bandwidth=bandwidth,
+            overlap=overlap,
+            device=device,
+            host=host,
+            staleness=staleness,
+            hours=hours,
+            faults=tuple(fault or ()),
+            seed=seed,
+            json=json,
+            journal=journal,
+            replay=replay,
+            perfetto=perfetto,
+        )
+    )
+
+
+def sim(
+    processes: Annotated[int, typer.Option(min=1, help="Worker processes; groups are independent.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="A hundredth of the day.")] = False,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
+) -> None:
+    """How fast is the simulator? Core steps a second, and one day of 10,000 jobs on 1,000 nodes."""
+    from coslice.cli.bench_sim import bench_sim
+
+    bench_sim(processes=processes, quick=quick, out=json)
