@@ -51,6 +51,10 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     settle: float = 0.5
     """How long memory may take to be seen as free after a workload said so, in seconds."""
     sample_interval: float = 0.05
+    backend: str = "app_channel"
+    """What moves the state of jobs that say nothing themselves."""
+    backends: dict[str, dict[str, str]] = {}
+    """Settings of backends, by name; which there are says each backend (docs/backends.md)."""
 
 
 def split_address(address: str) -> tuple[str, int]:

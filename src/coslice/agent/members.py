@@ -7,7 +7,7 @@ pidfd) removes it. Decides nothing about who is on the device.
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from coslice.agent.host import AnonymousMemory, Gone
@@ -78,6 +78,10 @@ class Member:
     announced: bool = False
     """This agent instance has told the group of it (not yet for one that only the store remembers)."""
     device: str = "host"
+    backend: str = ""
+    """The job's choice, as ``NAME`` or ``NAME:key=value,…``; empty: none."""
+    gauge: Callable[[], int] | None = None
+    """Bytes on the device, measured from outside; None: its own word counts."""
     modes: tuple[str, ...] = ("offload",)
     endpoint: str = ""
     """Address of the engine that this process is, if it is one: the agent moves its state over HTTP."""
@@ -119,6 +123,8 @@ class Member:
         """
         if self.has_ended:
             return 0
+        if self.gauge is not None:
+            return self.gauge()
         if self.device == "cuda":
             return self.residual if self.parked else self.state_bytes
         try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct
 
 from coslice.agent.members import Member
+from coslice.errors import ConfigError
 
 if TYPE_CHECKING:
     from coslice.agent.buffers import HostBuffers
@@ -85,6 +86,11 @@ class Backend(Protocol):
 
     def capabilities(self) -> Capabilities: ...
 
+    def check(self, settings: Mapping[str, str]) -> None:
+        """Raises ``ConfigError`` unless a job may ask for this backend with these settings
+        (``Member.backend``)."""
+        ...
+
     def deadline(self, size: int) -> float:
         """Seconds within which a move of ``size`` bytes ends, one way or the other."""
         ...
@@ -123,6 +129,10 @@ class Backend(Protocol):
 
 class Defaults:
     """For backends whose processes are exactly their members, and that keep nothing themselves."""
+
+    def check(self, settings: Mapping[str, str]) -> None:
+        if settings:
+            raise ConfigError(f"this backend has no settings for jobs: leave out {', '.join(settings)}")
 
     def deadline(self, size: int) -> float:
         return 150.0
