@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coslice.errors import NoRoom, OperationFailed
+from coslice.workload.ticket import connect
 
 _MAP_POPULATE = 0x8000
 """mmap(2); Python 3.11 does not name it on every build."""
@@ -35,6 +36,8 @@ class HostBuffer:
         self.address = ctypes.addressof(view)
         del view
         self.identity = identity(fd)
+        self.generation = 0
+        """Another number: its bytes may have become others meanwhile (the agent lent its pages)."""
         self.before_close: Callable[[], None] | None = None
 
     def check(self, end: int) -> None:
@@ -74,8 +77,11 @@ class Buffers(Protocol):
 
     current: HostBuffer | None
 
-    def obtain(self, size: int, *, keep: int = 0) -> HostBuffer:
-        """A buffer of at least ``size`` bytes, the first ``keep`` as they are now; raises ``NoRoom``."""
+    def obtain(self, size: int, *, keep: int = 0, hold: bool = True) -> HostBuffer:
+        """A buffer of at least ``size`` bytes, the first ``keep`` as they are now; raises ``NoRoom``.
+
+        ``hold`` false: nothing is in it yet, so it may be lent to somebody who needs it sooner.
+        """
         ...
 
     def release(self) -> None: ...
@@ -87,7 +93,7 @@ class LocalBuffers:
     def __init__(self) -> None:
         self.current: HostBuffer | None = None
 
-    def obtain(self, size: int, *, keep: int = 0) -> HostBuffer:
+    def obtain(self, size: int, *, keep: int = 0, hold: bool = True) -> HostBuffer:
         current = self.current
         if current is not None and current.size >= size:
             return current
@@ -124,10 +130,11 @@ class AgentBuffers:
         if self.current is not None:
             self._ask({"bytes": 0, "give": True}, give=self.current.fd)
 
-    def obtain(self, size: int, *, keep: int = 0) -> HostBuffer:
+    def obtain(self, size: int, *, keep: int = 0, hold: bool = True) -> HostBuffer:
         """Asks every time: the agent may have given our file up, or made another after a restart."""
         size = max(size, 1)
-        granted, fd = self._ask({"bytes": size})
+        answer, fd = self._ask({"bytes": size, "hold": hold})
+        granted, generation = int(str(answer.get("bytes", 0))), int(str(answer.get("generation", 0)))
         if fd is None or granted < size:
             if fd is not None:
                 os.close(fd)
@@ -137,6 +144,7 @@ class AgentBuffers:
         current = self.current
         if current is not None and current.size >= granted and current.identity == identity(fd):
             os.close(fd)
+            current.generation = generation
             return current
         try:
             new = HostBuffer(fd, granted)
@@ -147,6 +155,7 @@ class AgentBuffers:
             if current.identity != new.identity:
                 new.bytes(0, keep)[:] = current.bytes(0, keep)
             current.close()
+        new.generation = generation
         self.current = new
         return new
 
@@ -155,12 +164,12 @@ class AgentBuffers:
             self.current.close()
             self.current = None
 
-    def _ask(self, request: dict[str, object], give: int | None = None) -> tuple[int, int | None]:
+    def _ask(
+        self, request: dict[str, object], give: int | None = None
+    ) -> tuple[dict[str, object], int | None]:
         line = json.dumps({"token": self._token, **request}).encode() + b"\n"
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(_ANSWER_SECONDS)
-                connection.connect(self._path)
+            with connect(self._path, _ANSWER_SECONDS) as connection:
                 socket.send_fds(connection, [line], [] if give is None else [give])
                 answer, fd = _receive(connection)
         except (OSError, ValueError) as error:
@@ -169,7 +178,7 @@ class AgentBuffers:
                 "running, and does this process see its runtime directory?"
             ) from error
         if answer.get("ok") is True:
-            return int(str(answer.get("bytes", 0))), fd
+            return answer, fd
         if fd is not None:
             os.close(fd)
         message = str(answer.get("message", "refused without a reason"))

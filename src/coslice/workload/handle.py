@@ -63,6 +63,11 @@ class Handle:
         self._check_own()
         return self._group.state.move_in(self._registration).bytes
 
+    def used(self, *tags: str) -> None:
+        """These regions are used now: where only a part must leave, those used longest ago leave first."""
+        if not self._dead:
+            self._group.state.used(self._registration, tags)
+
     def refresh(self) -> None:
         """Look again and tell the agent. Needed only for state that changed outside accelerator sections."""
         if not self._dead:
@@ -97,6 +102,7 @@ def register(
     agent: str | None = None,
     mode: str = OFFLOAD,
     verify: bool = False,
+    incremental: bool = True,
     env: Mapping[str, str] = os.environ,
 ) -> Handle:
     """Offer state to be moved while this process is off the accelerator.
@@ -108,8 +114,9 @@ def register(
 
     ``on_snapshot()`` runs before a move out and may return bytes to keep, ``on_restore(bytes or None)`` after
     the way back, both in another thread. ``mode="discard"``: bytes are dropped and ``on_restore`` fills them
-    again. ``need``: bytes of device memory this process will use at most. ``verify``: checksum what is in
-    host memory.
+    again. ``need``: bytes of device memory this process will use at most. ``verify``: compare all of it after
+    each copy, and checksum what is in host memory. ``incremental``: what did not change since it was last in
+    host memory is not copied again.
 
     Raises ``ConfigError`` for state that cannot move. A refusal by the agent is logged and kept in ``error``.
     """
@@ -124,6 +131,8 @@ def register(
         raise ConfigError("the job has no name: start it with `coslice run --job NAME`, or pass job=")
 
     adapter = _torch_adapter(model, optimizer, tensors, tags, env.get("COSLICE_DEVICE", ""))
+    if adapter is not None:
+        adapter.incremental, adapter.verify = incremental, verify
     adapters: list[Adapter] = [] if adapter is None else [adapter]
     if on_snapshot is not None or on_restore is not None:
         adapters.append(CallbackAdapter(on_snapshot, on_restore))
@@ -136,6 +145,7 @@ def register(
         group=group_name,
         rank=_number(env, "COSLICE_RANK", _number(env, "RANK", 0)),
         device=adapter.device if adapter is not None else env.get("COSLICE_DEVICE") or "host",
+        socket=env.get("COSLICE_AGENT_SOCKET", ""),
     )
     needed = _number(env, "COSLICE_NEED", 0) if need is None else need
     names: Collection[str] = adapter.roots.names if adapter is not None else ("callbacks",)

@@ -1,27 +1,28 @@
 """The registered state of one group in this process, and its way out and back.
 
 It decides the order of a move and undoes a move that fails: everything is saved before anything is freed, and
-what cannot come back whole stays parked whole. The gate is closed first and opened last. Called by the
-channel (the agent's commands) and by handles (local moves); the work is done in the one mover thread. Knows
-no network.
+what cannot come back whole stays parked whole. Where another's state comes in at the same time
+(``give_way``), memory is given up part by part; then it is the agent who undoes. The gate is closed first
+and opened last. Called by the channel (the agent's commands) and by handles (local moves); the work is done
+in the one mover thread. Knows no network.
 """
 
-import itertools
 import threading
 import time
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from coslice.errors import ConfigError, CosliceError, OperationFailed, StateBusy, StateLost
+from coslice.errors import ConfigError, CosliceError, StateBusy
 from coslice.gate import GATE
 from coslice.workload import memory
-from coslice.workload.adapters import Adapter, Taken
-from coslice.workload.buffers import Buffers, HostBuffer, LocalBuffers
+from coslice.workload.adapters import Divisible, Slotted, Taken
+from coslice.workload.arena import Arena
+from coslice.workload.buffers import Buffers, LocalBuffers
 from coslice.workload.mover import Mover
+from coslice.workload.parts import DISCARD, OFFLOAD, Part, Registration, make_parts, place, told
 
-OFFLOAD, DISCARD = "offload", "discard"
+__all__ = ["DISCARD", "OFFLOAD", "GroupState", "Move", "Registration"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,40 +32,22 @@ class Move:
     bytes: int
     seconds: float
     wait: float = 0.0
+    copied: int = 0
+    """Of ``bytes``, those that had to be copied: the rest was in host memory already."""
+    copy_seconds: float = 0.0
+    """Spent on that, comparing included, making pages not."""
     device_before: int = 0
     device_after: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class Registration:
-    """What one call of ``register`` brought."""
-
-    name: str
-    adapters: Sequence[Adapter]
-    mode: str = OFFLOAD
-    refills: bool = False
-    """It has an ``on_restore``, so its bytes may be dropped."""
-
-
-@dataclass(eq=False, slots=True)
-class _Out:
-    """One part on its way out, out, or on its way back."""
-
-    owner: Registration
-    taken: Taken
-    offset: int = 0
-    """Where in the buffer its bytes are."""
-    checksum: int = 0
-    freed: bool = False
-
-
 class GroupState:
     def __init__(self, group: str, mover: Mover, buffers: Buffers, *, verify: bool = False) -> None:
-        """``verify``: checksum what lies in host memory; finds faults, costs a pass over it each way."""
+        """``verify``: checksum what lies in host memory, which costs a pass over it each way."""
         self.group, self.buffers = group, buffers
         self._mover, self._verify = mover, verify
         self._registrations: list[Registration] = []
-        self._out: list[_Out] = []
+        self._out: list[Part] = []
+        self._arena = Arena()
         self._closed = False
         self._moving = threading.Lock()
         self._lock = threading.RLock()
@@ -73,10 +56,10 @@ class GroupState:
 
     @property
     def parked_bytes(self) -> int:
-        return sum(out.taken.registered for out in list(self._out))
+        return sum(part.registered for part in list(self._out))
 
     def parked(self, owner: Registration | None = None) -> bool:
-        return any(owner in (None, out.owner) for out in list(self._out))
+        return any(owner in (None, part.owner) for part in list(self._out))
 
     def measure(self, owner: Registration | None = None) -> int:
         """Registered bytes, on the device or parked. Each storage counts for the first that registered it."""
@@ -85,10 +68,21 @@ class GroupState:
             for each in self._registrations:
                 size = sum(adapter.measure(seen) for adapter in each.adapters)
                 total += size if owner in (None, each) else 0
-            return total + sum(out.taken.registered for out in self._out if owner in (None, out.owner))
+            return total + sum(part.registered for part in self._out if owner in (None, part.owner))
 
     def may_discard(self) -> bool:
         return all(each.refills for each in self._registrations)
+
+    def may_divide(self) -> bool:
+        """Can a part of it move and the rest stay?"""
+        return any(
+            isinstance(adapter, Divisible) for each in self._registrations for adapter in each.adapters
+        )
+
+    def used(self, owner: Registration, tags: Iterable[str]) -> None:
+        for adapter in owner.adapters:
+            if isinstance(adapter, Divisible):
+                adapter.used(tags)
 
     @property
     def empty(self) -> bool:
@@ -130,18 +124,24 @@ class GroupState:
         with self._lock:
             if self._out:  # a move was faster
                 return
-            aside = LocalBuffers()
-            buffer = aside.obtain(sum(taken.kept for taken in scattered))
-            offsets = [0, *itertools.accumulate(taken.kept for taken in scattered)]
-            for taken, offset in zip(scattered, offsets, strict=False):
-                taken.save(buffer, offset)
-            for taken in scattered:
-                taken.free()
-            for taken, offset in zip(scattered, offsets, strict=False):
-                taken.allocate()
-                taken.load(buffer, offset)
-                taken.finish()
+            aside, nobody = LocalBuffers(), Registration("", ())
+            parts = [part for i, taken in enumerate(scattered) for part in make_parts(nobody, i, taken)]
+            buffer = place(parts, (), Arena(), aside)
+            for part in parts:
+                part.save(buffer)
+            for part in parts:
+                part.free()
+            for part in parts:
+                part.load(buffer)
+            for part in parts:
+                part.taken.finish()
             aside.release()
+
+    def prepare(self, size: int) -> None:
+        """Have ``size`` bytes of host memory ready, so that no move waits for them; raises ``NoRoom``."""
+        with self._moving:
+            if not self._out:
+                self._mover.run(lambda: self.buffers.obtain(size, hold=False))
 
     # ── out ────────────────────────────────────────────────────────────────
 
@@ -152,10 +152,15 @@ class GroupState:
         mode: str = OFFLOAD,
         tags: AbstractSet[str] = frozenset(),
         owner: Registration | None = None,
+        least: int = 0,
+        give_way: Callable[[int], None] | None = None,
     ) -> Move:
         """Move state to host memory; ``wait``: seconds for open accelerator sections to end.
 
-        Raises ``StateBusy``, ``NoRoom``, ``ConfigError`` or ``OperationFailed``; then nothing has changed.
+        ``least``: so many bytes or some more, least recently used first; 0: all. ``give_way``: told how many
+        bytes were given up so far, as they are, part by part. Raises ``StateBusy``, ``NoRoom``,
+        ``ConfigError`` or ``OperationFailed``; then nothing has changed, but for ``give_way``: what left by
+        then is parked.
         """
         began = time.monotonic()
         with self._moving:
@@ -168,61 +173,110 @@ class GroupState:
             waited = time.monotonic() - began
             try:
                 before = self._device_bytes()
-                moved = self._mover.run(lambda: self._move_out(owners, mode, tags))
+                moved = self._mover.run(lambda: self._move_out(owners, mode, tags, least, give_way))
             finally:
                 self._open_if_back()
         after = self._device_bytes()
         spent = time.monotonic() - began
-        return Move(bytes=moved, seconds=spent, wait=waited, device_before=before, device_after=after)
+        copied, copying = _copies(moved)
+        return Move(
+            bytes=sum(part.registered for part in moved),
+            seconds=spent,
+            wait=waited,
+            copied=copied,
+            copy_seconds=copying,
+            device_before=before,
+            device_after=after,
+        )
 
-    def _move_out(self, owners: Sequence[Registration], mode: str, tags: AbstractSet[str]) -> int:
-        leaving: list[_Out] = []
+    def _move_out(
+        self,
+        owners: Sequence[Registration],
+        mode: str,
+        tags: AbstractSet[str],
+        least: int,
+        give_way: Callable[[int], None] | None,
+    ) -> list[Part]:
+        leaving: list[Part] = []
         with self._lock:
+            for part in self._out:
+                if part.loaded:  # brought ahead of time, for a turn that did not come
+                    part.free()
             try:
-                self._take(leaving, owners, mode, tags)
-                self._save(leaving)
-                with memory.freeing():
-                    for out in leaving:
-                        out.freed = True
-                        out.taken.free()
+                if least:
+                    self._take_part(leaving, owners, least)
+                else:
+                    self._take(leaving, owners, mode, tags)
+                buffer = place(leaving, self._out, self._arena, self.buffers)
+                if give_way is None:
+                    for part in leaving:
+                        self._save(part, buffer)
+                    with memory.freeing():
+                        for part in leaving:
+                            part.free()
+                else:
+                    self._leave_one_by_one(leaving, buffer, give_way)
             except BaseException as error:
-                self._out += self._undo(leaving)
-                raise _told(error) from error
+                self._out += self._undo([part for part in leaving if give_way is None or not part.freed])
+                self._out += [part for part in leaving if give_way is not None and part.freed]
+                raise told(error) from error
             self._out += leaving
-            if self._out and not any(out.taken.kept for out in self._out):
+            if self._out and not any(part.taken.kept for part in self._out):
                 self.buffers.release()  # everything was dropped: the agent lets its file go too
-        return sum(out.taken.registered for out in leaving)
+                self._arena.clear()
+        return leaving
 
     def _take(
-        self, leaving: list[_Out], owners: Sequence[Registration], mode: str, tags: AbstractSet[str]
+        self, leaving: list[Part], owners: Sequence[Registration], mode: str, tags: AbstractSet[str]
     ) -> None:
         seen = self._parked_keys()
-        pairs = [(owner, adapter) for owner in owners for adapter in owner.adapters]
-        for owner, adapter in sorted(pairs, key=lambda pair: not pair[1].leaves_first):
+        pairs = [(owner, i, adapter) for owner in owners for i, adapter in enumerate(owner.adapters)]
+        for owner, number, adapter in sorted(pairs, key=lambda each: not each[2].leaves_first):
             discard = DISCARD in (mode, owner.mode)
             if (taken := adapter.take(discard=discard, tags=tags, seen=seen)) is not None:
-                leaving.append(_Out(owner, taken))
+                leaving += make_parts(owner, number, taken)
 
-    def _save(self, leaving: Sequence[_Out]) -> None:
-        end = used = max((out.offset + out.taken.kept for out in self._out), default=0)
-        for out in leaving:
-            out.offset, end = end, end + out.taken.kept
-        buffer = self.buffers.obtain(end, keep=used) if end > used else None
-        for out in leaving:
-            out.taken.save(buffer, out.offset)
-            out.checksum = self._checksum(buffer, out)
+    def _take_part(self, leaving: list[Part], owners: Sequence[Registration], least: int) -> None:
+        """From those that can be divided, in the order of their registration; all, if that is not enough."""
+        seen = self._parked_keys()
+        for owner in owners if all(owner.mode != DISCARD for owner in owners) else ():
+            for number, adapter in enumerate(owner.adapters):
+                rest = least - sum(part.registered for part in leaving)
+                if rest > 0 and isinstance(adapter, Divisible):
+                    taken = adapter.take_part(rest, seen=seen)
+                    leaving += [] if taken is None else make_parts(owner, number, taken)
+        if sum(part.registered for part in leaving) < least:
+            self._undo(leaving)
+            leaving.clear()
+            self._take(leaving, owners, OFFLOAD, frozenset())
 
-    def _undo(self, leaving: Sequence[_Out]) -> list[_Out]:
+    def _save(self, part: Part, buffer: object) -> None:
+        current = self.buffers.current
+        part.save(current if buffer is not None else None)
+        if self._verify:
+            part.checksum = part.sum(current)
+
+    def _leave_one_by_one(
+        self, leaving: Sequence[Part], buffer: object, give_way: Callable[[int], None]
+    ) -> None:
+        gone = 0
+        for part in leaving:
+            self._save(part, buffer)
+            with memory.freeing():
+                part.free()
+            gone += part.registered
+            give_way(gone)
+
+    def _undo(self, leaving: Sequence[Part]) -> list[Part]:
         """Bring back what left, as far as it left. Returns what did not come: parked, for another try."""
-        stay = list[_Out]()
-        for out in reversed(leaving):
+        stay = list[Part]()
+        for part in reversed(leaving):
             try:
-                if out.freed:
-                    out.taken.allocate()
-                    out.taken.load(self.buffers.current, out.offset)
-                out.taken.finish()
+                if part.freed:
+                    part.load(self.buffers.current)
+                part.taken.finish()
             except CosliceError:
-                stay.append(out)
+                stay.append(part)
         return stay
 
     # ── back ───────────────────────────────────────────────────────────────
@@ -239,30 +293,72 @@ class GroupState:
             finally:
                 self._open_if_back()
         spent = time.monotonic() - began
-        return Move(bytes=moved, seconds=spent, device_before=before, device_after=self._device_bytes())
+        copied, copying = _copies(moved)
+        return Move(
+            bytes=sum(part.registered for part in moved),
+            seconds=spent,
+            copied=copied,
+            copy_seconds=copying,
+            device_before=before,
+            device_after=self._device_bytes(),
+        )
 
-    def _move_in(self, owner: Registration | None) -> int:
+    def _move_in(self, owner: Registration | None) -> list[Part]:
         with self._lock:
-            returning = [out for out in self._out if owner in (None, out.owner)]
-            moved = sum(out.taken.registered for out in returning)
+            returning = [part for part in self._out if owner in (None, part.owner)]
             try:
-                for out in returning:
-                    out.taken.allocate()
-                for out in returning:
-                    self._check(out)
-                    out.taken.load(self.buffers.current, out.offset)
+                for part in returning:
+                    part.taken.allocate()
+                for part in returning:
+                    self._load(part)
             except BaseException as error:
-                with memory.freeing():
-                    for out in returning:
-                        out.taken.free()
-                raise _told(error) from error
-            for out in reversed(returning):
+                self._free(returning)
+                raise told(error) from error
+            for part in reversed(returning):
                 try:
-                    out.taken.finish()
+                    part.taken.finish()
                 except BaseException as error:
-                    raise _told(error) from error
-                self._out.remove(out)
-        return moved
+                    raise told(error) from error
+                self._out.remove(part)
+        return returning
+
+    def _load(self, part: Part) -> None:
+        if self._verify and not part.loaded:
+            part.check(self.buffers.current)
+        part.load(self.buffers.current)
+
+    def _free(self, parts: Sequence[Part]) -> None:
+        with memory.freeing():
+            for part in parts:
+                part.free()
+
+    def bring_ahead(self, most: int) -> int:
+        """Have up to ``most`` bytes of what is parked on the device, still as parked. Returns how many.
+
+        For the next turn, while another's state leaves. ``most=0`` frees it again: nothing was changed, so
+        nothing is copied. Raises as ``move_in``, and then nothing of it is on the device.
+        """
+        with self._moving:
+            return self._mover.run(lambda: self._bring_ahead(most))
+
+    def _bring_ahead(self, most: int) -> int:
+        with self._lock:
+            here = sum(part.registered for part in self._out if part.loaded)
+            if not most:
+                self._free([part for part in self._out if part.loaded])
+                return 0
+            try:
+                for part in self._out:
+                    if part.loaded or not isinstance(part.taken, Slotted):
+                        continue
+                    if here + part.registered > most:
+                        break
+                    here += part.registered
+                    self._load(part)
+            except BaseException as error:
+                self._free([part for part in self._out if part.freed])
+                raise told(error) from error
+        return here
 
     # ── small parts ────────────────────────────────────────────────────────
 
@@ -272,28 +368,23 @@ class GroupState:
             GATE.open(self.group)
 
     def _parked_keys(self) -> set[int]:
-        return {key for out in self._out for key in out.taken.keys}
+        return {key for part in self._out for key in part.taken.keys}
 
     def _device_bytes(self) -> int:
         return max((a.device_bytes() for each in self._registrations for a in each.adapters), default=0)
-
-    def _checksum(self, buffer: HostBuffer | None, out: _Out) -> int:
-        if not self._verify or buffer is None or not out.taken.kept:
-            return 0
-        return zlib.crc32(buffer.bytes(out.offset, out.taken.kept))
-
-    def _check(self, out: _Out) -> None:
-        if self._checksum(self.buffers.current, out) != out.checksum:
-            raise StateLost(
-                f"the state of {out.owner.name} changed in host memory (checksum): it cannot be trusted; "
-                "restart the job from its last checkpoint"
-            )
 
     def forget(self) -> None:
         """In a forked child: nothing of this is ours."""
         if self.buffers.current is not None:
             self.buffers.current.forget()
             self.buffers.current = None
+
+
+def _copies(moved: Sequence[Part]) -> tuple[int, float]:
+    """Bytes copied, and seconds spent on it, where the adapter counts them."""
+    counted = [part.taken for part in moved if isinstance(part.taken, Slotted)]
+    rest = sum(part.taken.kept for part in moved if not isinstance(part.taken, Slotted))
+    return sum(taken.copied for taken in counted) + rest, sum(taken.seconds for taken in counted)
 
 
 def _check_mode(mode: str, owners: Sequence[Registration]) -> None:
@@ -304,10 +395,3 @@ def _check_mode(mode: str, owners: Sequence[Registration]) -> None:
             f"the state of {', '.join(keeps)} cannot be discarded: nothing would bring it back; "
             "register it with an on_restore callback that fills it again, or use mode offload"
         )
-
-
-def _told(error: BaseException) -> CosliceError:
-    """The error as the mover's callers get it: ours as it is, anything else named."""
-    if isinstance(error, CosliceError):
-        return error
-    return OperationFailed(f"state was not moved: {type(error).__name__}: {error}")

@@ -9,8 +9,9 @@ The mover (``registry``) calls them, in one thread, outside accelerator sections
 other.
 """
 
+from collections.abc import Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from coslice.workload.buffers import HostBuffer
 
@@ -41,6 +42,44 @@ class Taken(Protocol):
 
     def finish(self) -> None:
         """The bytes are back: make the state usable."""
+        ...
+
+
+@runtime_checkable
+class Slotted(Taken, Protocol):
+    """A ``Taken`` of many pieces, each with a place of its own in the buffer, the same in every move.
+
+    So it can be copied only where it changed, and be moved in parts.
+    """
+
+    copied: int
+    """Bytes that were really copied, by the last ``save`` or ``load``."""
+    seconds: float
+    """Spent on that (making pages not included)."""
+
+    def slots(self) -> Sequence[tuple[Hashable, int]]:
+        """Name and size of each piece that needs room in the buffer. Names are unique within the adapter."""
+        ...
+
+    def placed(self, offsets: Sequence[int]) -> None:
+        """Where ``slots`` lie, in their order. Said before each ``save`` and ``load``, whose offset is 0."""
+        ...
+
+    def split(self) -> "Sequence[Slotted]":
+        """The same in parts, to be moved one after the other."""
+        ...
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """An ``Adapter`` that can move a part of its state and leave the rest."""
+
+    def take_part(self, least: int, *, seen: set[int]) -> "Taken | None":
+        """Pieces of at least so many bytes (or all there are), the least recently used ones."""
+        ...
+
+    def used(self, tags: Iterable[str]) -> None:
+        """These regions were used now."""
         ...
 
 

@@ -8,11 +8,13 @@ where they are (they are not registered); the pass may run after the state is ba
 Called by the mover; knows nothing of agents and buffers' origin. What cannot be guarded: see ``torch_guard``.
 """
 
+import time
+from collections.abc import Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from coslice.errors import ConfigError, NoRoom, OperationFailed
-from coslice.workload import memory
+from coslice.workload import copying, memory
 from coslice.workload.adapters import torch_copy as copy
 from coslice.workload.adapters.torch_find import OPTIMIZER, Block, Roots, check_movable, find, torch
 from coslice.workload.adapters.torch_guard import Guard
@@ -22,20 +24,34 @@ SMALL = 64 << 10
 """Storages below this lose more than 2 % to pages that they share with malloc's other blocks."""
 WORTH_SETTLING = 0.02
 """Small storages below this share of the state may stay where they are: 95 % of it leaves all the same."""
+PARTS, PART = 16, 16 << 20
+"""A move has so many parts, of so many bytes at least."""
 
 
 class TorchAdapter:
     leaves_first = False
 
-    def __init__(self, roots: Roots, *, device: str = "") -> None:
-        """``device``: ``host``, ``cuda`` or empty, which is cuda if any tensor is there now."""
-        self.roots = roots
+    def __init__(
+        self, roots: Roots, *, device: str = "", incremental: bool = True, verify: bool = False
+    ) -> None:
+        """``device``: ``host``, ``cuda`` or empty, which is cuda if any tensor is there now.
+        ``incremental``: copy only what changed. ``verify``: compare everything after each copy out."""
+        self.roots, self.incremental, self.verify = roots, incremental, verify
         self.device = device or (
             "cuda" if any(b.device == "cuda" for b in find(roots, set(), device="host")) else "host"
         )
+        self.near: AbstractSet[str] = {"cpu"}
+        """Devices whose memory this process can address."""
         self.pinning = copy.Pinning()
+        self.copies = copy.Device()
         self.settled: set[tuple[int, int]] = set()
         """Places of small storages that the mover allocated."""
+        self._used: dict[str, float] = {}
+        """Tag → when it was said to be used last."""
+        self.changed: dict[Hashable, float] = {}
+        """Storage → when it was last seen to have changed."""
+        self.left: set[Hashable] = set()
+        """Storages that left in the last move of a part: the same leave again, others being equal."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` for state that can never move."""
@@ -59,6 +75,33 @@ class TorchAdapter:
         check_movable(blocks)
         return TorchTaken(blocks, self, discard=discard)
 
+    def take_part(self, least: int, *, seen: set[int]) -> "TorchTaken | None":
+        """Frozen weights stay longest: nothing of them changes, so nothing is won by their leaving but room.
+        Of the others, what was used or changed longest ago leaves first."""
+        blocks = find(self.roots, seen, device=self.device)
+        age = {id(b): (b.frozen, self._last_used(b), key_of(b) not in self.left) for b in blocks}
+        chosen, rest = [], least
+        for block in sorted(blocks, key=lambda b: age[id(b)]):
+            if rest <= 0:
+                break
+            chosen.append(block)
+            rest -= block.nbytes
+        for block in reversed(chosen):  # the last one may be larger than what was lacking
+            if rest + block.nbytes <= 0:
+                chosen.remove(block)
+                rest += block.nbytes
+        if not chosen:
+            return None
+        check_movable(chosen)
+        self.left = {key_of(block) for block in chosen}
+        return TorchTaken(chosen, self, discard=False)
+
+    def used(self, tags: Iterable[str]) -> None:
+        self._used |= dict.fromkeys(tags, time.monotonic())
+
+    def _last_used(self, block: Block) -> float:
+        return max(self._used.get(block.tag, 0.0), self.changed.get(key_of(block), 0.0))
+
     def survey(self, seen: set[int]) -> "tuple[int, TorchTaken | None]":
         """Scattered are small storages on the CPU that another thread allocated, between malloc's blocks."""
         blocks = find(self.roots, seen, device=self.device)
@@ -75,26 +118,75 @@ def place(block: Block) -> tuple[int, int]:
     return block.storage._cdata, block.storage.data_ptr()
 
 
+def key_of(block: Block) -> Hashable:
+    """Names a storage over moves: a gradient that was made anew is the same piece of state."""
+    return block.name, block.nbytes
+
+
 class TorchTaken:
-    def __init__(self, blocks: list[Block], adapter: TorchAdapter, *, discard: bool) -> None:
-        self.blocks, self._adapter, self._discard = blocks, adapter, discard
+    def __init__(
+        self, blocks: list[Block], adapter: TorchAdapter, *, discard: bool, leads: bool = True
+    ) -> None:
+        """``leads``: of several parts, the one that guards modules and optimizers."""
+        self.blocks, self._adapter, self._discard, self._leads = blocks, adapter, discard, leads
         self.registered = sum(block.nbytes for block in blocks)
         self.kept = 0 if discard else self.registered
         self.keys = {block.storage._cdata for block in blocks}
+        self.copied, self.seconds = 0, 0.0
+        self._offsets: Sequence[int] = ()
         self._guard = Guard()
         self._guarded = False
         self._devices = {block.storage.device for block in blocks if block.device != "cpu"}
 
+    def slots(self) -> Sequence[tuple[Hashable, int]]:
+        return [] if self._discard else [(key_of(block), block.nbytes) for block in self.blocks]
+
+    def placed(self, offsets: Sequence[int]) -> None:
+        self._offsets = offsets
+
+    def split(self) -> "Sequence[TorchTaken]":
+        size = max(PART, self.registered // PARTS)
+        groups: list[list[Block]] = [[]]
+        room = size
+        for block in self.blocks:
+            if room <= 0:
+                groups.append([])
+                room = size
+            groups[-1].append(block)
+            room -= block.nbytes
+        if len(groups) == 1:
+            return [self]
+        return [
+            TorchTaken(blocks, self._adapter, discard=self._discard, leads=not i)
+            for i, blocks in enumerate(groups)
+        ]
+
     def save(self, buffer: HostBuffer | None, offset: int) -> None:
+        self.copied, self.seconds = 0, 0.0
         if self._discard or buffer is None:
             return
-        buffer.check(offset + self.kept)
+        near, far = self._places(offset)
         self._before_copies(buffer)
-        for block in self.blocks:
-            out = copy.cpu_out if block.device == "cpu" else copy.device_out
-            out(block.storage, buffer, offset, block.nbytes)
-            offset += block.nbytes
-        copy.synchronize(self._devices)
+        if near:
+            work = copying.copy_changed if self._adapter.incremental else copying.copy_all
+            ranges = copy.ranges_out(near, buffer)
+            done = work(ranges)
+            self.copied, self.seconds = done.copied, done.seconds
+            self._changed(place.key for place, each in zip(near, ranges, strict=True) if each in done.touched)
+            if self._adapter.verify:
+                copying.verify(ranges)
+        if far:
+            began = time.perf_counter()
+            copied = self._adapter.copies.out(far, buffer, incremental=self._adapter.incremental)
+            copy.synchronize(self._devices)
+            self.copied += sum(copied)
+            self._changed(place.key for place, size in zip(far, copied, strict=True) if size)
+            self.seconds += time.perf_counter() - began
+            if self._adapter.verify:
+                copy.verify_device(far, buffer)
+
+    def _changed(self, keys: Iterable[Hashable]) -> None:
+        self._adapter.changed |= dict.fromkeys(keys, time.monotonic())
 
     def free(self) -> None:
         self._put_guards()
@@ -115,24 +207,38 @@ class TorchTaken:
         memory.advise_huge((b.storage.data_ptr(), b.nbytes) for b in self.blocks if b.device == "cpu")
 
     def load(self, buffer: HostBuffer | None, offset: int) -> None:
+        self.copied, self.seconds = 0, 0.0
         if self._discard:
             for block in self.blocks:  # the user's callback fills it; until then the same on every run
                 copy.zero(block.storage)
             return
         if buffer is None:
             raise OperationFailed("the host buffer of parked state is gone")
-        buffer.check(offset + self.kept)
+        near, far = self._places(offset)
         self._before_copies(buffer)
-        for block in self.blocks:
-            back = copy.cpu_in if block.device == "cpu" else copy.device_in
-            back(block.storage, buffer, offset, block.nbytes)
-            offset += block.nbytes
-        copy.synchronize(self._devices)
+        if near:
+            done = copying.copy_fresh(copy.ranges_in(near, buffer))
+            self.copied, self.seconds = done.copied, done.seconds
+        if far:
+            began = time.perf_counter()
+            self._adapter.copies.back(far, buffer)
+            copy.synchronize(self._devices)
+            self.copied += sum(each.nbytes for each in far)
+            self.seconds += time.perf_counter() - began
 
     def finish(self) -> None:
         self._guard.lift()
         self._guarded = False
         self._adapter.settled.update(place(block) for block in self.blocks if block.nbytes < SMALL)
+
+    def _places(self, offset: int) -> tuple[list[copy.Place], list[copy.Place]]:
+        """Where the bytes lie: of storages on the CPU, and of the others."""
+        near: list[copy.Place] = []
+        far: list[copy.Place] = []
+        for block, at in zip(self.blocks, self._offsets, strict=True):
+            where = near if block.device in self._adapter.near else far
+            where.append(copy.Place(key_of(block), block.storage, offset + at, block.nbytes))
+        return near, far
 
     def _before_copies(self, buffer: HostBuffer) -> None:
         if any(device.type == "cuda" for device in self._devices):
@@ -143,11 +249,13 @@ class TorchTaken:
         if self._guarded:
             return
         self._guarded = True
-        if any(block.tag != OPTIMIZER for block in self.blocks):
-            for name, module in self._adapter.roots.modules.items():
+        roots = self._adapter.roots
+        if self._leads and any(block.tag != OPTIMIZER for block in self.blocks):
+            for name, module in roots.modules.items():
                 self._guard.module(module, name)
-        for name, optimizer in self._adapter.roots.optimizers.items():
-            self._guard.optimizer(optimizer, name)
+        if self._leads:
+            for name, optimizer in roots.optimizers.items():
+                self._guard.optimizer(optimizer, name)
         for block in self.blocks:
             for tensor, name in block.tensors:
                 self._guard.tensor(tensor, f"{block.tag} {name!r}")

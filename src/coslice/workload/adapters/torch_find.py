@@ -35,6 +35,8 @@ class Block:
     tag: str
     device: str
     tensors: list[tuple[Any, str]] = field(default_factory=list)
+    frozen: bool = False
+    """All tensors over it are parameters that are not trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +162,12 @@ def find(roots: Roots, seen: set[int], *, device: str) -> list[Block]:
                     continue
                 storage = part.untyped_storage()
                 key = storage._cdata
+                still = not tensor.requires_grad and isinstance(tensor, loaded.nn.Parameter)
                 if key in blocks:
                     blocks[key].tensors.append((tensor, name))
+                    blocks[key].frozen &= still
                 elif key not in seen and (size := storage.nbytes()) > 0:
-                    blocks[key] = Block(storage, size, part_name, tag, where, [(tensor, name)])
+                    blocks[key] = Block(storage, size, part_name, tag, where, [(tensor, name)], still)
     seen.update(blocks)
     if roots.patterns:
         for block in blocks.values():
