@@ -4,7 +4,7 @@ Functions about a process that has ended return None or nothing; they never rais
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -59,33 +59,17 @@ def host_pid(pid: int, started: int, *, proc: Path = PROC) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-def parents(*, proc: Path = PROC) -> dict[int, int]:
-    """The parent of every process, at one moment."""
-    found = {}
-    for entry in os.listdir(proc):
-        if entry.isdigit():
-            try:
-                stat = (proc / entry / "stat").read_bytes()
-            except OSError:
-                continue
-            found[int(entry)] = int(stat[stat.rindex(b")") + 2 :].split()[1])
-    return found
-
-
-def descends_from(pid: int, ancestors: Iterable[int], *, proc: Path = PROC) -> bool:
-    """Is it one of them, or a child of one, however far down?"""
-    wanted = frozenset(ancestors)
+def line(pid: int, *, proc: Path = PROC) -> Iterator[int]:
+    """The process, its parent, and so on up to the first process of this pid namespace."""
     for _ in range(256):  # a chain is short; the bound is for a /proc that changes while it is read
-        if pid in wanted:
-            return True
+        if pid <= 0:
+            return
+        yield pid
         try:
             stat = (proc / str(pid) / "stat").read_bytes()
         except OSError:
-            return False
+            return
         pid = int(stat[stat.rindex(b")") + 2 :].split()[1])
-        if pid <= 1:
-            return pid in wanted
-    return False
 
 
 def environment(pid: int, *, proc: Path = PROC) -> Mapping[str, str]:
