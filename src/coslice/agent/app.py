@@ -18,13 +18,16 @@ from grpc_reflection.v1alpha import reflection
 from msgspec.structs import replace
 
 from coslice.agent import cuda
-from coslice.agent.backends.app_channel import AppChannelBackend
+from coslice.agent.backends.base import NodeContext
+from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import BufferServer, HostBuffers
 from coslice.agent.config import AgentConfig, GroupDevices, buffer_socket, split_address, validate
 from coslice.agent.direct import DirectApi
 from coslice.agent.group import CODEC, ServedGroup, holdings_for
 from coslice.agent.link import Link
+from coslice.agent.discovery.surveyor import Surveyor
 from coslice.agent.members import Member, Members
+from coslice.agent.occupancy import Occupancy
 from coslice.agent.registry import Registry
 from coslice.agent.service import AgentService
 from coslice.core.ids import GroupId
@@ -69,6 +72,9 @@ class AgentApp:
         self._supervisor = Supervisor("agent")
         self._exits = contextlib.AsyncExitStack()
         self._link: Link | None = None
+        self._surveyor = Surveyor()
+        self._occupancy = Occupancy(self.members, self._surveyor)
+        self.members.gauge = self._occupancy.bytes_of
         self._baselines = Baselines()
         self._baseline_slot: Slot[Baselines] | None = None
         self._baselines_changed = asyncio.Event()
@@ -123,9 +129,11 @@ class AgentApp:
         found = await store.load()
         buffers = HostBuffers(config.host_budget)
         exits.callback(buffers.close)
-        backend = AppChannelBackend(
-            buffers, section_wait=config.section_wait, move_timeout=config.move_timeout, settle=config.settle
-        )
+        exits.push_async_callback(self._surveyor.close)
+        node = NodeContext(config=config, buffers=buffers, surveyor=self._surveyor, store=store, found=found)
+        backend = Backends(node, default=config.backend, settings=config.backends)
+        exits.push_async_callback(backend.close)
+        await backend.start()
         self._baseline_slot = Slot(
             store, "baselines", Codec(Baselines, kind="baselines"), found.get("baselines")
         )
@@ -155,6 +163,8 @@ class AgentApp:
             self._supervisor.start(f"group {group.id}", group.driver.run())
             self._supervisor.start(f"sampler {group.id}", group.sampler.run())
         self._supervisor.start("baselines", self._save_baselines())
+        if self._accelerator() == "cuda":
+            self._supervisor.start("occupancy", self._occupancy.run())
         await self._serve(registry, buffers, backend)
         if config.orchestrator is not None:
             self._link = Link(config.orchestrator, hello=self._hello, command=self._on_command)
@@ -166,14 +176,20 @@ class AgentApp:
         store: Store,
         found: dict[str, tuple[bytes, int]],
         buffers: HostBuffers,
-        backend: AppChannelBackend,
+        backend: Backends,
     ) -> None:
         key = f"holdings/{devices.group}"
         slot = Slot(store, key, CODEC, found.get(key))
         self.groups[devices.group] = ServedGroup(
             devices,
             self.config,
-            holdings=holdings_for(self.config, devices, slot.state(), now=self._clock.now()),
+            holdings=holdings_for(
+                self.config,
+                devices,
+                slot.state(),
+                now=self._clock.now(),
+                move_seconds=backend.deadline(devices.device_budget),
+            ),
             slot=slot,
             clock=self._clock,
             members=self.members,
@@ -182,7 +198,7 @@ class AgentApp:
             publish=self._publish,
         )
 
-    async def _serve(self, registry: Registry, buffers: HostBuffers, backend: AppChannelBackend) -> None:
+    async def _serve(self, registry: Registry, buffers: HostBuffers, backend: Backends) -> None:
         direct = DirectApi(
             self.members, backend, self.groups, instance=self.instance, timeout=self.config.move_timeout
         )

@@ -18,6 +18,7 @@ from coslice.agent.backends.base import Backend, MoveError
 from coslice.agent.buffers import HostBuffers
 from coslice.agent.config import AgentConfig, GroupDevices
 from coslice.agent.members import Member, Members
+from coslice.agent.processes import kill
 from coslice.agent.sampler import UsageSampler
 from coslice.core import context as core
 from coslice.core import effects as fx
@@ -38,13 +39,16 @@ KILL_SECONDS = 30.0
 
 
 def holdings_for(
-    config: AgentConfig, devices: GroupDevices, stored: Holdings | None, *, now: float
+    config: AgentConfig, devices: GroupDevices, stored: Holdings | None, *, now: float, move_seconds: float
 ) -> Holdings:
-    """What the group begins with: what was stored, under the budgets and rules of today."""
+    """What the group begins with: what was stored, under the budgets and rules of today.
+
+    ``move_seconds``: within which every backend has ended a move, one way or the other.
+    """
     rules = NodeRules(
         retries=config.retries,
-        snapshot_timeout=config.move_timeout + 30.0,
-        restore_timeout=config.move_timeout + 30.0,
+        snapshot_timeout=move_seconds,
+        restore_timeout=move_seconds,
         on_stuck="kill" if config.on_stuck == "kill" else "wait",
         stuck_grace=config.stuck_grace,
     )
@@ -329,6 +333,9 @@ class ServedGroup:
         self._reason = reason
         if members:
             self._killed[job] = reason
+        further = await self._backend.retire(members)
+        for each in further:  # processes of the job that did not register themselves
+            kill(each.pid, each.started)
         hit = [member for member in members if member.process is not None and member.process.kill()]
         log.warning("killing job %s (pids %s): %s", job, ", ".join(str(m.pid) for m in hit) or "none", reason)
         ends = [member.process.ended.wait() for member in members if member.process is not None]

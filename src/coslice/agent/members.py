@@ -80,8 +80,9 @@ class Member:
     device: str = "host"
     backend: str = ""
     """The job's choice, as ``NAME`` or ``NAME:key=value,…``; empty: none."""
-    gauge: Callable[[], int] | None = None
-    """Bytes on the device, measured from outside; None: its own word counts."""
+    gauge: "Callable[[Member], int] | None" = None
+    """Bytes on cuda devices, measured from outside. For those that register no state: their whole process is
+    it."""
     modes: tuple[str, ...] = ("offload",)
     endpoint: str = ""
     """Address of the engine that this process is, if it is one: the agent moves its state over HTTP."""
@@ -123,9 +124,9 @@ class Member:
         """
         if self.has_ended:
             return 0
-        if self.gauge is not None:
-            return self.gauge()
         if self.device == "cuda":
+            if self.gauge is not None and not self.state_bytes:
+                return self.gauge(self)
             return self.residual if self.parked else self.state_bytes
         try:
             now = max(0, self.memory.fast() - self.baseline)
@@ -198,6 +199,7 @@ class Members:
 
     def __init__(self) -> None:
         self._all: dict[tuple[GroupId, MemberId], Member] = {}
+        self.gauge: Callable[[Member], int] | None = None
 
     def __iter__(self) -> Iterator[Member]:
         return iter(tuple(self._all.values()))
@@ -206,6 +208,7 @@ class Members:
         return self._all.get((group, member))
 
     def add(self, member: Member) -> None:
+        member.gauge = self.gauge
         self._all[member.group, member.id] = member
 
     def remove(self, member: Member) -> None:

@@ -37,6 +37,23 @@ def alive(pid: int, started: int) -> bool:
     return start_time(pid) == started
 
 
+def kill(pid: int, started: int) -> bool:
+    """SIGKILL to exactly this process. False if it has ended."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if not alive(pid, started):
+            return False
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
 class Process:
     """One process, watched until it ends. Must be made inside a running loop; ``close`` when done with it."""
 

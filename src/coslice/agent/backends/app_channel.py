@@ -9,12 +9,21 @@ moved are moved back, so a failed snapshot leaves the job as it was.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from coslice.agent.backends.base import Capabilities, MoveError, Presence, Restored, Snapshotted
+from coslice.agent.backends.base import (
+    Capabilities,
+    Defaults,
+    MoveError,
+    NodeContext,
+    Presence,
+    Restored,
+    Snapshotted,
+)
 from coslice.agent.buffers import HostBuffers, NoHostMemory
 from coslice.agent.host import Gone
 from coslice.agent.members import BACK, OUT, Member, MoveRefused
+from coslice.errors import ConfigError
 from coslice.sizes import format_size
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -25,7 +34,7 @@ ENOUGH = 0.95
 SETTLE_STEP = 0.01
 
 
-class AppChannelBackend:
+class AppChannelBackend(Defaults):
     def __init__(
         self,
         buffers: HostBuffers,
@@ -36,6 +45,9 @@ class AppChannelBackend:
     ) -> None:
         self._buffers = buffers
         self._section_wait, self._timeout, self._settle = section_wait, move_timeout, settle
+
+    def deadline(self, size: int) -> float:
+        return self._timeout + 30.0
 
     def capabilities(self) -> Capabilities:
         return Capabilities(name="app_channel", parts=True, in_process=True, modes=("offload", "discard"))
@@ -153,6 +165,19 @@ class AppChannelBackend:
             "state alive (another reference to its storage, or an allocator that does not give memory back)",
             pid=members[worst].pid,
         )
+
+
+def make(node: NodeContext, settings: Mapping[str, object]) -> AppChannelBackend:
+    """The entry point. It has no settings of its own: its times are the agent's."""
+    if settings:
+        raise ConfigError(f"backend app_channel has no settings: leave out {', '.join(settings)}")
+    config = node.config
+    return AppChannelBackend(
+        node.buffers,
+        section_wait=config.section_wait,
+        move_timeout=config.move_timeout,
+        settle=config.settle,
+    )
 
 
 def _measure(member: Member) -> int:
