@@ -1372,6 +1372,8 @@ class WorkloadMessage(google.protobuf.message.Message):
     MOVED_FIELD_NUMBER: builtins.int
     MOVE_FAILED_FIELD_NUMBER: builtins.int
     RESIZED_FIELD_NUMBER: builtins.int
+    LEAVING_FIELD_NUMBER: builtins.int
+    AHEAD_FIELD_NUMBER: builtins.int
     @property
     def register(self) -> Global___Register:
         """first message of every stream"""
@@ -1384,6 +1386,14 @@ class WorkloadMessage(google.protobuf.message.Message):
     def resized(self) -> Global___Resized:
         """the registered state changed its size"""
 
+    @property
+    def leaving(self) -> Global___Leaving:
+        """during a move out that gives way: how much has left so far"""
+
+    @property
+    def ahead(self) -> Global___Ahead:
+        """answer to bring_ahead"""
+
     def __init__(
         self,
         *,
@@ -1391,10 +1401,12 @@ class WorkloadMessage(google.protobuf.message.Message):
         moved: Global___Moved | None = ...,
         move_failed: Global___MoveFailed | None = ...,
         resized: Global___Resized | None = ...,
+        leaving: Global___Leaving | None = ...,
+        ahead: Global___Ahead | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kind", b"kind", "move_failed", b"move_failed", "moved", b"moved", "register", b"register", "resized", b"resized"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "move_failed", b"move_failed", "moved", b"moved", "register", b"register", "resized", b"resized"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["register", "moved", "move_failed", "resized"] | None: ...
+    def HasField(self, field_name: typing.Literal["ahead", b"ahead", "kind", b"kind", "leaving", b"leaving", "move_failed", b"move_failed", "moved", b"moved", "register", b"register", "resized", b"resized"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ahead", b"ahead", "kind", b"kind", "leaving", b"leaving", "move_failed", b"move_failed", "moved", b"moved", "register", b"register", "resized", b"resized"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["register", "moved", "move_failed", "resized", "leaving", "ahead"] | None: ...
 
 Global___WorkloadMessage: typing_extensions.TypeAlias = WorkloadMessage
 
@@ -1472,6 +1484,8 @@ class WorkloadCommand(google.protobuf.message.Message):
     MOVE_IN_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     ADMITTED_FIELD_NUMBER: builtins.int
+    PREPARE_FIELD_NUMBER: builtins.int
+    BRING_AHEAD_FIELD_NUMBER: builtins.int
     @property
     def registered(self) -> Global___Registered: ...
     @property
@@ -1482,6 +1496,10 @@ class WorkloadCommand(google.protobuf.message.Message):
     def refused(self) -> Global___RegisterRefused: ...
     @property
     def admitted(self) -> Global___Admitted: ...
+    @property
+    def prepare(self) -> Global___Prepare: ...
+    @property
+    def bring_ahead(self) -> Global___BringAhead: ...
     def __init__(
         self,
         *,
@@ -1490,10 +1508,12 @@ class WorkloadCommand(google.protobuf.message.Message):
         move_in: Global___MoveIn | None = ...,
         refused: Global___RegisterRefused | None = ...,
         admitted: Global___Admitted | None = ...,
+        prepare: Global___Prepare | None = ...,
+        bring_ahead: Global___BringAhead | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["admitted", b"admitted", "kind", b"kind", "move_in", b"move_in", "move_out", b"move_out", "refused", b"refused", "registered", b"registered"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "kind", b"kind", "move_in", b"move_in", "move_out", b"move_out", "refused", b"refused", "registered", b"registered"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["registered", "move_out", "move_in", "refused", "admitted"] | None: ...
+    def HasField(self, field_name: typing.Literal["admitted", b"admitted", "bring_ahead", b"bring_ahead", "kind", b"kind", "move_in", b"move_in", "move_out", b"move_out", "prepare", b"prepare", "refused", b"refused", "registered", b"registered"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "bring_ahead", b"bring_ahead", "kind", b"kind", "move_in", b"move_in", "move_out", b"move_out", "prepare", b"prepare", "refused", b"refused", "registered", b"registered"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["registered", "move_out", "move_in", "refused", "admitted", "prepare", "bring_ahead"] | None: ...
 
 Global___WorkloadCommand: typing_extensions.TypeAlias = WorkloadCommand
 
@@ -1562,6 +1582,8 @@ class MoveOut(google.protobuf.message.Message):
     TAGS_FIELD_NUMBER: builtins.int
     DEADLINE_S_FIELD_NUMBER: builtins.int
     BUFFER_BYTES_FIELD_NUMBER: builtins.int
+    AT_LEAST_BYTES_FIELD_NUMBER: builtins.int
+    GIVE_WAY_FIELD_NUMBER: builtins.int
     op: builtins.str
     mode: builtins.str
     """offload or discard"""
@@ -1569,6 +1591,10 @@ class MoveOut(google.protobuf.message.Message):
     """how long to wait for accelerator sections to end"""
     buffer_bytes: builtins.int
     """size of the memory file that is ready on the socket"""
+    at_least_bytes: builtins.int
+    """so many or some more, least recently used first; 0: all"""
+    give_way: builtins.bool
+    """part by part, telling by Leaving; what left stays away if it fails"""
     @property
     def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: every region"""
@@ -1581,10 +1607,93 @@ class MoveOut(google.protobuf.message.Message):
         tags: collections.abc.Iterable[builtins.str] | None = ...,
         deadline_s: builtins.float = ...,
         buffer_bytes: builtins.int = ...,
+        at_least_bytes: builtins.int = ...,
+        give_way: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffer_bytes", b"buffer_bytes", "deadline_s", b"deadline_s", "mode", b"mode", "op", b"op", "tags", b"tags"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_least_bytes", b"at_least_bytes", "buffer_bytes", b"buffer_bytes", "deadline_s", b"deadline_s", "give_way", b"give_way", "mode", b"mode", "op", b"op", "tags", b"tags"]) -> None: ...
 
 Global___MoveOut: typing_extensions.TypeAlias = MoveOut
+
+@typing.final
+class Leaving(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OP_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    op: builtins.str
+    bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        op: builtins.str = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "op", b"op"]) -> None: ...
+
+Global___Leaving: typing_extensions.TypeAlias = Leaving
+
+@typing.final
+class Prepare(google.protobuf.message.Message):
+    """Have host memory ready, so that no move waits for it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUFFER_BYTES_FIELD_NUMBER: builtins.int
+    buffer_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        buffer_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffer_bytes", b"buffer_bytes"]) -> None: ...
+
+Global___Prepare: typing_extensions.TypeAlias = Prepare
+
+@typing.final
+class BringAhead(google.protobuf.message.Message):
+    """Bring up to so many bytes of parked state back while another's leaves; it stays parked. 0: free it again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OP_FIELD_NUMBER: builtins.int
+    MOST_BYTES_FIELD_NUMBER: builtins.int
+    op: builtins.str
+    most_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        op: builtins.str = ...,
+        most_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["most_bytes", b"most_bytes", "op", b"op"]) -> None: ...
+
+Global___BringAhead: typing_extensions.TypeAlias = BringAhead
+
+@typing.final
+class Ahead(google.protobuf.message.Message):
+    """bytes: what is on the device ahead of the move in. Not ok: nothing is, and message says why."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OP_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    OK_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    op: builtins.str
+    bytes: builtins.int
+    ok: builtins.bool
+    message: builtins.str
+    def __init__(
+        self,
+        *,
+        op: builtins.str = ...,
+        bytes: builtins.int = ...,
+        ok: builtins.bool = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "message", b"message", "ok", b"ok", "op", b"op"]) -> None: ...
+
+Global___Ahead: typing_extensions.TypeAlias = Ahead
 
 @typing.final
 class MoveIn(google.protobuf.message.Message):
@@ -1614,6 +1723,9 @@ class Moved(google.protobuf.message.Message):
     WAIT_S_FIELD_NUMBER: builtins.int
     DEVICE_BYTES_BEFORE_FIELD_NUMBER: builtins.int
     DEVICE_BYTES_AFTER_FIELD_NUMBER: builtins.int
+    COPIED_BYTES_FIELD_NUMBER: builtins.int
+    COPY_S_FIELD_NUMBER: builtins.int
+    LEFT_BYTES_FIELD_NUMBER: builtins.int
     op: builtins.str
     bytes: builtins.int
     """registered bytes that moved"""
@@ -1623,6 +1735,12 @@ class Moved(google.protobuf.message.Message):
     device_bytes_before: builtins.int
     """cuda: torch's own figures; host: 0, the agent measures"""
     device_bytes_after: builtins.int
+    copied_bytes: builtins.int
+    """of bytes; the rest had not changed since it was copied last"""
+    copy_s: builtins.float
+    """of seconds, copying and comparing"""
+    left_bytes: builtins.int
+    """after a move out: registered bytes that stayed on the device"""
     def __init__(
         self,
         *,
@@ -1632,8 +1750,11 @@ class Moved(google.protobuf.message.Message):
         wait_s: builtins.float = ...,
         device_bytes_before: builtins.int = ...,
         device_bytes_after: builtins.int = ...,
+        copied_bytes: builtins.int = ...,
+        copy_s: builtins.float = ...,
+        left_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "device_bytes_after", b"device_bytes_after", "device_bytes_before", b"device_bytes_before", "op", b"op", "seconds", b"seconds", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "copied_bytes", b"copied_bytes", "copy_s", b"copy_s", "device_bytes_after", b"device_bytes_after", "device_bytes_before", b"device_bytes_before", "left_bytes", b"left_bytes", "op", b"op", "seconds", b"seconds", "wait_s", b"wait_s"]) -> None: ...
 
 Global___Moved: typing_extensions.TypeAlias = Moved
 
