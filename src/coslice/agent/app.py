@@ -23,9 +23,9 @@ from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import BufferServer, HostBuffers
 from coslice.agent.config import AgentConfig, GroupDevices, buffer_socket, split_address, validate
 from coslice.agent.direct import DirectApi
+from coslice.agent.discovery.surveyor import Surveyor
 from coslice.agent.group import CODEC, ServedGroup, holdings_for
 from coslice.agent.link import Link
-from coslice.agent.discovery.surveyor import Surveyor
 from coslice.agent.members import Member, Members
 from coslice.agent.occupancy import Occupancy
 from coslice.agent.registry import Registry
