@@ -748,6 +748,9 @@ class NodeStatus(google.protobuf.message.Message):
     HOST_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     HOST_USED_BYTES_FIELD_NUMBER: builtins.int
     ACCELERATOR_FIELD_NUMBER: builtins.int
+    HOST_HELD_BYTES_FIELD_NUMBER: builtins.int
+    DISK_BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    DISK_USED_BYTES_FIELD_NUMBER: builtins.int
     node: builtins.str
     attached: builtins.bool
     device_budget_bytes: builtins.int
@@ -756,6 +759,11 @@ class NodeStatus(google.protobuf.message.Message):
     host_used_bytes: builtins.int
     accelerator: builtins.str
     """host or cuda"""
+    host_held_bytes: builtins.int
+    """of host_used_bytes, those with content: the rest can be lent at once"""
+    disk_budget_bytes: builtins.int
+    """0: no disk tier"""
+    disk_used_bytes: builtins.int
     @property
     def contexts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Context]: ...
     def __init__(
@@ -769,8 +777,11 @@ class NodeStatus(google.protobuf.message.Message):
         host_budget_bytes: builtins.int = ...,
         host_used_bytes: builtins.int = ...,
         accelerator: builtins.str = ...,
+        host_held_bytes: builtins.int = ...,
+        disk_budget_bytes: builtins.int = ...,
+        disk_used_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "attached", b"attached", "contexts", b"contexts", "device_budget_bytes", b"device_budget_bytes", "device_used_bytes", b"device_used_bytes", "host_budget_bytes", b"host_budget_bytes", "host_used_bytes", b"host_used_bytes", "node", b"node"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "attached", b"attached", "contexts", b"contexts", "device_budget_bytes", b"device_budget_bytes", "device_used_bytes", b"device_used_bytes", "disk_budget_bytes", b"disk_budget_bytes", "disk_used_bytes", b"disk_used_bytes", "host_budget_bytes", b"host_budget_bytes", "host_held_bytes", b"host_held_bytes", "host_used_bytes", b"host_used_bytes", "node", b"node"]) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus
 
@@ -1088,6 +1099,9 @@ class Residency(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
     FREEZES_FIELD_NUMBER: builtins.int
+    HOST_HELD_BYTES_FIELD_NUMBER: builtins.int
+    DISK_BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    DISK_USED_BYTES_FIELD_NUMBER: builtins.int
     group: builtins.str
     version: builtins.int
     """only grows within an agent instance"""
@@ -1099,6 +1113,11 @@ class Residency(google.protobuf.message.Message):
     """the last decision, in prose"""
     freezes: builtins.bool
     """can stop a job in the middle of a phase, and go on with it later"""
+    host_held_bytes: builtins.int
+    """of host_used_bytes, those with content: the rest can be lent at once"""
+    disk_budget_bytes: builtins.int
+    """0: no disk tier"""
+    disk_used_bytes: builtins.int
     @property
     def contexts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Context]: ...
     @property
@@ -1118,8 +1137,11 @@ class Residency(google.protobuf.message.Message):
         reason: builtins.str = ...,
         ended: collections.abc.Iterable[Global___EndedProcess] | None = ...,
         freezes: builtins.bool = ...,
+        host_held_bytes: builtins.int = ...,
+        disk_budget_bytes: builtins.int = ...,
+        disk_used_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["contexts", b"contexts", "device_budget_bytes", b"device_budget_bytes", "device_used_bytes", b"device_used_bytes", "ended", b"ended", "freezes", b"freezes", "group", b"group", "host_budget_bytes", b"host_budget_bytes", "host_used_bytes", b"host_used_bytes", "reason", b"reason", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contexts", b"contexts", "device_budget_bytes", b"device_budget_bytes", "device_used_bytes", b"device_used_bytes", "disk_budget_bytes", b"disk_budget_bytes", "disk_used_bytes", b"disk_used_bytes", "ended", b"ended", "freezes", b"freezes", "group", b"group", "host_budget_bytes", b"host_budget_bytes", "host_held_bytes", b"host_held_bytes", "host_used_bytes", b"host_used_bytes", "reason", b"reason", "version", b"version"]) -> None: ...
 
 Global___Residency: typing_extensions.TypeAlias = Residency
 
@@ -1271,6 +1293,7 @@ class AgentCommand(google.protobuf.message.Message):
     MAKE_RESIDENT_FIELD_NUMBER: builtins.int
     FORGET_JOB_FIELD_NUMBER: builtins.int
     ECHO_FIELD_NUMBER: builtins.int
+    EXPECT_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___AgentWelcome: ...
     @property
@@ -1279,6 +1302,8 @@ class AgentCommand(google.protobuf.message.Message):
     def forget_job(self) -> Global___ForgetJob: ...
     @property
     def echo(self) -> Global___Echo: ...
+    @property
+    def expect(self) -> Global___Expect: ...
     def __init__(
         self,
         *,
@@ -1286,12 +1311,33 @@ class AgentCommand(google.protobuf.message.Message):
         make_resident: Global___MakeResident | None = ...,
         forget_job: Global___ForgetJob | None = ...,
         echo: Global___Echo | None = ...,
+        expect: Global___Expect | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["echo", b"echo", "forget_job", b"forget_job", "kind", b"kind", "make_resident", b"make_resident", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["echo", b"echo", "forget_job", b"forget_job", "kind", b"kind", "make_resident", b"make_resident", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["welcome", "make_resident", "forget_job", "echo"] | None: ...
+    def HasField(self, field_name: typing.Literal["echo", b"echo", "expect", b"expect", "forget_job", b"forget_job", "kind", b"kind", "make_resident", b"make_resident", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["echo", b"echo", "expect", b"expect", "forget_job", b"forget_job", "kind", b"kind", "make_resident", b"make_resident", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["welcome", "make_resident", "forget_job", "echo", "expect"] | None: ...
 
 Global___AgentCommand: typing_extensions.TypeAlias = AgentCommand
+
+@typing.final
+class Expect(google.protobuf.message.Message):
+    """Next in the queue: a node that holds its state on disk may fetch it. A hint, no command."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    job: builtins.str
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        job: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "job", b"job"]) -> None: ...
+
+Global___Expect: typing_extensions.TypeAlias = Expect
 
 @typing.final
 class AgentWelcome(google.protobuf.message.Message):
@@ -1859,10 +1905,16 @@ class MoveResponse(google.protobuf.message.Message):
     SECONDS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
+    COPIED_BYTES_FIELD_NUMBER: builtins.int
+    COPY_S_FIELD_NUMBER: builtins.int
     bytes: builtins.int
     seconds: builtins.float
     reason: builtins.str
     backend: builtins.str
+    copied_bytes: builtins.int
+    """of bytes; the rest had not changed since it was copied last"""
+    copy_s: builtins.float
+    """copying and comparing: the slowest process's"""
     def __init__(
         self,
         *,
@@ -1870,8 +1922,10 @@ class MoveResponse(google.protobuf.message.Message):
         seconds: builtins.float = ...,
         reason: builtins.str = ...,
         backend: builtins.str = ...,
+        copied_bytes: builtins.int = ...,
+        copy_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bytes", b"bytes", "reason", b"reason", "seconds", b"seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bytes", b"bytes", "copied_bytes", b"copied_bytes", "copy_s", b"copy_s", "reason", b"reason", "seconds", b"seconds"]) -> None: ...
 
 Global___MoveResponse: typing_extensions.TypeAlias = MoveResponse
 
@@ -2058,6 +2112,8 @@ class MemberStatus(google.protobuf.message.Message):
     CONNECTED_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
     PARKED_FIELD_NUMBER: builtins.int
+    PARKED_BYTES_FIELD_NUMBER: builtins.int
+    DISK_BYTES_FIELD_NUMBER: builtins.int
     member: builtins.str
     job: builtins.str
     group: builtins.str
@@ -2071,6 +2127,10 @@ class MemberStatus(google.protobuf.message.Message):
     backend: builtins.str
     """what moves its state"""
     parked: builtins.bool
+    parked_bytes: builtins.int
+    """of state_bytes, those in host memory or on disk"""
+    disk_bytes: builtins.int
+    """of its saved state, those that were written to disk"""
     def __init__(
         self,
         *,
@@ -2084,7 +2144,9 @@ class MemberStatus(google.protobuf.message.Message):
         connected: builtins.bool = ...,
         backend: builtins.str = ...,
         parked: builtins.bool = ...,
+        parked_bytes: builtins.int = ...,
+        disk_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "connected", b"connected", "device_bytes", b"device_bytes", "group", b"group", "host_bytes", b"host_bytes", "job", b"job", "member", b"member", "parked", b"parked", "pid", b"pid", "state_bytes", b"state_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "connected", b"connected", "device_bytes", b"device_bytes", "disk_bytes", b"disk_bytes", "group", b"group", "host_bytes", b"host_bytes", "job", b"job", "member", b"member", "parked", b"parked", "parked_bytes", b"parked_bytes", "pid", b"pid", "state_bytes", b"state_bytes"]) -> None: ...
 
 Global___MemberStatus: typing_extensions.TypeAlias = MemberStatus
