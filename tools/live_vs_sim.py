@@ -211,17 +211,20 @@ def live(jobs: list[Any], *, policy: str, seconds: float, swap_s: float) -> list
                     process.wait()
 
 
-def costs(policy: str) -> dict[str, float]:
-    """What messages and an empty hand-over cost on this machine now, in seconds, as means."""
+def costs(policy: str, *, state: bool) -> dict[str, float]:
+    """What messages and a hand-over cost on this machine now beside the moves themselves, as mean seconds.
+
+    ``state``: of jobs with registered state, whose way out and in has a price even if it moves nothing.
+    """
     from coslice.simulate.spec import alternating
 
     (alone,) = live([alternating("ping", 0.1, 0.1)], policy=policy, seconds=4, swap_s=0)
     message_s = statistics.mean(alone["waits"][1:]) / 2
-    pair = [alternating("ping", 0.1, 0.0), alternating("pong", 0.1, 0.0)]
-    told = live(pair, policy=policy, seconds=4, swap_s=0)
-    spans = sorted(tuple(span) for one in told for span in one["spans"])
+    pair, swap_s = [alternating("ping", 0.2, 0.0), alternating("pong", 0.2, 0.0)], 0.02 if state else 0.0
+    told = live(pair, policy=policy, seconds=8, swap_s=swap_s)
+    spans = sorted(tuple(span) for one in told for span in one["spans"])[2:]
     gap = statistics.mean(later[0] - earlier[1] for earlier, later in itertools.pairwise(spans))
-    return {"message_s": message_s, "handoff_s": max(0.0, gap - 2 * message_s)}
+    return {"message_s": message_s, "handoff_s": max(0.0, gap - swap_s - 2 * message_s)}
 
 
 # ── both, and the difference ───────────────────────────────────────────────
@@ -314,7 +317,7 @@ def main() -> None:
     pairs = [list(pair) for pair in itertools.combinations(jobs, 2)]
     if options.pairs and options.pairs < len(pairs):
         pairs = random.Random(options.seed).sample(pairs, options.pairs)
-    cost = costs(options.policy)
+    cost = costs(options.policy, state=options.swap_s > 0)
     words = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in cost.items())
     print(f"{len(pairs)} pairs; {words}", file=sys.stderr)
     results: list[dict[str, Any]] = []
