@@ -128,7 +128,7 @@ class AsyncClient(Holder["AioLink"]):
     async def _acquire(
         self, groups: tuple[str, ...], phase: str, timeout: float | None, *, need: int | None, scoped: bool
     ) -> Held[AioLink]:
-        held = self._record(groups, scoped=scoped)
+        held = self._record(groups, phase, scoped=scoped)
         if not self.is_noop:
             link, claim = self._link(), self._claim(groups, phase, timeout, need)
             await link.acquire(claim)

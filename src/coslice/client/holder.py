@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from coslice.client.config import ClientConfig, group_names, settings_from
@@ -42,10 +42,10 @@ def caller() -> _Caller:
 class Held(Generic[L]):
     """One acquire of one caller. A section's record can be emptied by ``yield_()`` and filled again."""
 
-    __slots__ = ("caller", "claim", "grant", "groups", "link", "scoped", "section")
+    __slots__ = ("caller", "claim", "grant", "groups", "link", "phase", "scoped", "section")
 
-    def __init__(self, groups: tuple[str, ...], *, scoped: bool) -> None:
-        self.groups = groups
+    def __init__(self, groups: tuple[str, ...], *, phase: str = "", scoped: bool) -> None:
+        self.groups, self.phase = groups, phase
         self.scoped = scoped
         """A decorator or ``with`` block ends it; a plain acquire is ended by a plain yield."""
         self.caller = caller()
@@ -65,6 +65,14 @@ class Held(Generic[L]):
 
 
 _holders: weakref.WeakSet[Holder[Any]] = weakref.WeakSet()
+Watcher = Callable[[str, Held[Any]], None]
+_watchers: list[Watcher] = []
+"""Told ``asks``, ``enters`` and ``leaves`` of every record of this process: ``coslice check-phases``."""
+
+
+def _tell(what: str, held: Held[Any]) -> None:
+    for watcher in _watchers:
+        watcher(what, held)
 
 
 class Holder(Generic[L]):
@@ -130,7 +138,7 @@ class Holder(Generic[L]):
             )
         return groups
 
-    def _record(self, groups: tuple[str, ...], *, scoped: bool) -> Held[L]:
+    def _record(self, groups: tuple[str, ...], phase: str, *, scoped: bool) -> Held[L]:
         """A record for a new acquire, or that of a section around us that ``yield_()`` emptied."""
         if not scoped:
             me = caller()
@@ -140,7 +148,9 @@ class Holder(Generic[L]):
                         if not held.active:
                             return held
                         break
-        return Held(groups, scoped=scoped)
+        held = Held(groups, phase=phase, scoped=scoped)
+        _tell("asks", held)
+        return held
 
     def _claim(self, groups: tuple[str, ...], phase: str, timeout: float | None, need: int | None) -> Claim:
         from coslice.client.session import Claim  # protobuf: only with an orchestrator
@@ -176,6 +186,7 @@ class Holder(Generic[L]):
             if held not in self._held:
                 self._held.append(held)
             self._past.update(held.groups)
+        _tell("enters", held)
 
     def _leave_gate(self, held: Held[L], *, ends: bool) -> Claim | None:
         """The first step out; the claim that is left to give up."""
@@ -188,6 +199,7 @@ class Holder(Generic[L]):
             claim, held.claim = held.claim, None
         if section is not None:
             GATE.leave(section)
+            _tell("leaves", held)
         return claim
 
     def _to_yield(self, group: str | Sequence[str] | None) -> tuple[Held[L] | None, tuple[str, ...] | None]:
@@ -222,3 +234,8 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+if _folder := os.environ.get("COSLICE_RECORD_PHASES"):
+    from coslice.client.recorder import Recorder
+
+    _watchers.append(Recorder(_folder).saw)

@@ -133,7 +133,7 @@ class Client(Holder["Link"]):
         need: int | None = None,
         scoped: bool = True,
     ) -> Held[Link]:
-        held = self._record(groups, scoped=scoped)
+        held = self._record(groups, phase, scoped=scoped)
         if not self.is_noop:
             link, claim = self._link(), self._claim(groups, phase, timeout, need)
             link.acquire(claim)
@@ -142,7 +142,7 @@ class Client(Holder["Link"]):
         return held
 
     async def _enter_async(self, groups: tuple[str, ...], phase: str, timeout: float | None) -> Held[Link]:
-        held = self._record(groups, scoped=True)
+        held = self._record(groups, phase, scoped=True)
         if not self.is_noop:
             link, claim = self._link(), self._claim(groups, phase, timeout, None)
             await link.acquire_async(claim)

@@ -16,7 +16,6 @@ from typing import Self
 import grpc
 
 from coslice.wire.v1 import coslice_pb2 as pb
-from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
 STREAMS = 64
 """Sessions at once: each keeps a thread busy."""
@@ -36,7 +35,7 @@ class Recorded:
     phase: str = ""
 
 
-class RecordingOrchestrator(rpc.OrchestratorServicer):
+class RecordingOrchestrator:
     """``with RecordingOrchestrator() as recording: run(job, env=recording.env("my-job", "trainer"))``."""
 
     def __init__(self, groups: Sequence[str] = ()) -> None:
@@ -49,7 +48,13 @@ class RecordingOrchestrator(rpc.OrchestratorServicer):
         self._held: dict[tuple[str, int], str] = {}
         """(group, epoch) → session."""
         self._server = grpc.server(futures.ThreadPoolExecutor(STREAMS), options=(("grpc.so_reuseport", 0),))
-        rpc.add_OrchestratorServicer_to_server(self, self._server)
+        session = grpc.stream_stream_rpc_method_handler(
+            self._session,
+            request_deserializer=pb.ClientMessage.FromString,
+            response_serializer=pb.ServerMessage.SerializeToString,
+        )
+        handlers = grpc.method_handlers_generic_handler("coslice.v1.Orchestrator", {"Session": session})
+        self._server.add_generic_rpc_handlers((handlers,))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     def __enter__(self) -> Self:
@@ -113,7 +118,7 @@ class RecordingOrchestrator(rpc.OrchestratorServicer):
 
     # ── the service ────────────────────────────────────────────────────────
 
-    def Session(
+    def _session(
         self, request_iterator: Iterator[pb.ClientMessage], context: grpc.ServicerContext
     ) -> Iterator[pb.ServerMessage]:
         hello = next(request_iterator).hello

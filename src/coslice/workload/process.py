@@ -5,6 +5,7 @@ its handles are dead, and the parent's channel and buffers are left alone.
 """
 
 import os
+import sys
 import threading
 from collections.abc import Collection
 from typing import Any
@@ -87,7 +88,9 @@ class Process:
                     f"cannot also be {identity} at {agent}: name another group, or close the first handle"
                 )
             group.add(registration, need, cpus)
-            return group
+        if (checking := sys.modules.get("coslice.client.recorder")) is not None:
+            checking.registered(registration.adapters)
+        return group
 
     def forked(self) -> None:
         # Kept, not dropped: to end the parent's streams is not the child's business.

@@ -1,0 +1,97 @@
+"""Writes down what this process does with its phases, for ``coslice check-phases``; loaded for nothing else.
+
+One file of JSON lines for each process, below the folder that ``COSLICE_RECORD_PHASES`` names. What it means
+is for the reader to say (``coslice.testing.phase_rules``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from coslice.gate import GATE
+
+if TYPE_CHECKING:
+    from coslice.client.holder import Held
+
+_OURS = ("coslice.", "torch.", "contextlib", "functools")
+"""Frames of these are never the line that a user wants to be shown."""
+
+
+_recorders: list[Recorder] = []
+
+
+def registered(adapters: Iterable[Any]) -> None:
+    """State was registered: work with it belongs into a phase."""
+    for recorder in _recorders:
+        recorder.registered(adapters)
+
+
+class Recorder:
+    """``saw`` is a watcher of ``client.holder``."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._lock = Path(folder), threading.Lock()
+        self._names: dict[int, int] = {}
+        self._outside: set[str] = set()
+        self._start()
+        os.register_at_fork(after_in_child=self._start)
+        atexit.register(lambda: self._write("exits"))
+        _recorders.append(self)
+
+    def _start(self) -> None:
+        self._file = (self._folder / f"{os.getpid()}-{time.time_ns()}.jsonl").open("a")
+        self._write("starts", argv=sys.argv)
+
+    def saw(self, what: str, held: Held[Any]) -> None:
+        self._write(what, record=id(held), groups=held.groups, phase=held.phase, where=_where())
+
+    def registered(self, adapters: Iterable[Any]) -> None:
+        for adapter in adapters:
+            roots = getattr(adapter, "roots", None)
+            if roots is None:
+                continue
+            for module in roots.modules.values():
+                module.register_forward_pre_hook(lambda *_: self._works("a forward pass"))
+            for optimizer in roots.optimizers.values():
+                optimizer.register_step_pre_hook(lambda *_: self._works("an optimizer's step"))
+
+    def _works(self, what: str) -> None:
+        if not GATE.active:
+            where = _where()
+            if where not in self._outside:  # once for each line is enough
+                self._outside.add(where)
+                self._write("outside", work=what, where=where)
+
+    def _write(self, what: str, **facts: Any) -> None:
+        line = json.dumps(
+            {
+                "at": time.monotonic(),
+                "pid": os.getpid(),
+                "thread": threading.get_ident(),
+                "what": what,
+                **facts,
+            }
+        )
+        with self._lock:
+            self._file.write(line + "\n")
+            self._file.flush()  # a process that is killed has said what it did until then
+
+
+def _where() -> str:
+    """``file:line`` of the innermost frame that is neither ours nor the framework's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not (module.startswith(_OURS) or module == "coslice"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
