@@ -46,13 +46,15 @@ class Node:
     up: bool = False
     mail: list[ev.GroupEvent] = field(default_factory=list)
     stuck: JobId | None = None
+    ended: list[ev.EndedProcess] = field(default_factory=list)
 
     def facts(self) -> NodeFacts:
         contexts = tuple(
             ContextFact(job=j, state=s, bytes=100, pids=(1,), incarnation=self.incarnations[j])
             for j, s in sorted(self.contexts.items())
         )
-        return NodeFacts(version=self.version, contexts=contexts, device_budget=150)
+        ended = tuple(self.ended)
+        return NodeFacts(version=self.version, contexts=contexts, ended=ended, device_budget=150)
 
     def say(self, event: ev.GroupEvent) -> None:
         if self.up:
@@ -129,6 +131,8 @@ class Client:
     holding: tuple[RequestId, Epoch] | None = None
     confirmed: bool = False
     last_yield: Epoch | None = None
+    home: str = ""
+    pid: int = 0
     refused: list[fx.RefuseCode] = field(default_factory=list)
 
 
@@ -204,8 +208,11 @@ class World:
 
     # ── what clients do ──
 
-    def client(self, session: str, *, job: str, incarnation: str = "", world: int = 0) -> Client:
+    def client(
+        self, session: str, *, job: str, incarnation: str = "", world: int = 0, home: str = "", pid: int = 0
+    ) -> Client:
         made = Client(SessionId(session), JobId(job), Incarnation(incarnation or f"{job}-1"), world)
+        made.home, made.pid = home, pid
         return self.clients.setdefault(made.session, made)
 
     def ask(self, client: Client, **more: bool) -> Step[Group, fx.GroupEffect]:
@@ -220,6 +227,9 @@ class World:
                 session=client.session,
                 request=client.asking,
                 world=client.world,
+                node=client.home,
+                pid=client.pid,
+                start_time=client.pid,
                 **more,
             )
         )
@@ -274,6 +284,16 @@ class World:
                 node.contexts[client.job] = LIVE
                 node.incarnations[client.job] = client.incarnation
                 node.push()
+
+    def process_ends(self, name: str, client: Client) -> None:
+        """The agent of a node sees the end of the client's process."""
+        node = self.nodes[NodeId(name)]
+        node.ended.append(
+            ev.EndedProcess(
+                job=client.job, incarnation=client.incarnation, pid=client.pid, start_time=client.pid
+            )
+        )
+        node.push()
 
     # ── what nodes, time and operators do ──
 

@@ -748,3 +748,23 @@ def test_where_a_saved_job_is_and_what_it_leaves_is_in_the_facts() -> None:
     said = facts(node.holdings)
     assert (said.device_used, said.host_used) == (3 * MIB, 60 * MIB)
     assert said.contexts[0].pids == (1 + ord("a"),)
+
+
+def test_the_ends_of_processes_are_told_exactly_and_not_for_ever() -> None:
+    """RB1: whoever waits for a client of that process need not wait for its grace."""
+    node = Node()
+    for pid in (4, 5, 6):
+        node.register(A, 10, pid=pid)
+    node.gone(A, pid=5)
+    (end,) = facts(node.holdings).ended
+    assert end == ev.EndedProcess(job=A, incarnation=Incarnation("i1"), pid=5, start_time=50)
+    node.hear(ev.JobKilled(at=node.tick(), job=A, reason="it took too much", incarnation=Incarnation("i1")))
+    assert [e.pid for e in facts(node.holdings).ended] == [5, 4, 6]
+    node.gone(A, pid=4)
+    assert [e.pid for e in facts(node.holdings).ended] == [5, 4, 6], "told once"
+    for pid in range(100, 200):
+        node.register(B, 1, pid=pid)
+        node.gone(B, pid=pid)
+    ends = [e.pid for e in facts(node.holdings).ended]
+    assert ends == list(range(200 - len(ends), 200))
+    assert len(ends) < 100

@@ -31,12 +31,13 @@ class RawClient:
         self._stream: Any = None
         self._reader: asyncio.Task[None] | None = None
 
-    async def connect(self, *, pid: int = 0, node: str = "host-a") -> "RawClient":
+    async def connect(self, *, pid: int = 0, node: str = "host-a", started: int = 0) -> "RawClient":
         """Say hello; returns once welcomed or refused."""
         self.ended.clear()
         self.welcome = None
         self._stream = self._stub.Session(wait_for_ready=True)
-        hello = pb.Hello(job=self.job, incarnation=self.incarnation, session=self.session, node=node, pid=pid)
+        hello = pb.Hello(job=self.job, incarnation=self.incarnation, session=self.session, node=node)
+        hello.pid, hello.start_time = pid, started
         await self.send(hello=hello)
         greeted = self._answer("")
         self._reader = asyncio.create_task(self._read())

@@ -41,7 +41,8 @@ class World:
         options.setdefault("groups", ("pool",))
         return await self._stack.enter_async_context(FakeAgent(self.app.address, **options))
 
-    async def client(self, job: str, **options: Any) -> RawClient:
+    async def client(self, job: str, *, pid: int = 0, node: str = "host-a", **options: Any) -> RawClient:
+        """``pid``: of its process, which then began at tick ``pid``."""
         client = RawClient(self.app.address, job, **options)
         self._stack.push_async_callback(client.close)
-        return await client.connect()
+        return await client.connect(pid=pid, node=node, started=pid)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from coslice.core import events as ev
 from coslice.core.context import NodeRules
 from coslice.core.group import GroupRules
 from coslice.core.ids import GroupId, Incarnation, JobId, NodeId
@@ -41,8 +42,7 @@ def take_turn(made: World, job: JobId, size: int = 60) -> None:
     assert client.inside
     node = made.nodes[N]
     if not node.served[G].device.of(job):
-        node.served[G].begin(job, size * MIB, parked=False, start=client.incarnation)
-        made.after_node(node, G)
+        made.begin(client, node, G, size * MIB)
     settle(made)
 
 
@@ -169,3 +169,30 @@ def test_a_copy_of_a_world_goes_its_own_way() -> None:
     assert not other.of_job(A)[0].inside
     assert not made.nodes[N].served[G].device.of(B)
     made.check()
+
+
+def test_a_client_that_is_killed_is_not_waited_for_once_its_agent_has_seen_it() -> None:
+    made = world()
+    take_turn(made, A)
+    (client,) = made.of_job(A)
+    node = made.nodes[N]
+    assert [p.pid for p in node.served[G].own()] == [client.pid]
+    made.process_ends(node, node.served[G], client.pid)
+    assert made.of_job(A) == [], "the client is that process"
+    made.notice_client(client.session)
+    assert made.shell.locks[G].lost, "until its agent has seen it"
+    node.served[G].learn()
+    made.after_node(node, G)
+    settle(made)
+    assert not made.shell.locks[G].lost
+    take_turn(made, B)
+
+
+def test_an_agent_that_takes_a_living_process_for_dead_is_noticed() -> None:
+    made = world()
+    take_turn(made, A)
+    node = made.nodes[N]
+    process = node.served[G].device.of(A)[0]
+    gone = ev.MemberGone(at=0.0, job=A, member=process.member, reason="so it believes")
+    with pytest.raises(Violation, match="it lives"):
+        node.served[G].hear(gone)

@@ -35,6 +35,10 @@ def residency_to_pb(group: GroupId, facts: ev.NodeFacts, reason: str = "") -> pb
         host_budget_bytes=facts.host_budget,
         host_used_bytes=facts.host_used,
         reason=reason,
+        ended=[
+            pb.EndedProcess(job=e.job, incarnation=e.incarnation, pid=e.pid, start_time=e.start_time)
+            for e in facts.ended
+        ],
     )
 
 

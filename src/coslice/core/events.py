@@ -32,11 +32,22 @@ class ContextFact(Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class EndedProcess(Struct, frozen=True, kw_only=True):
+    """A registered process whose end the agent saw: a pid and a start time name it for good."""
+
+    job: JobId
+    incarnation: Incarnation
+    pid: int
+    start_time: int
+
+
 class NodeFacts(Struct, frozen=True, kw_only=True):
     """An agent's own word on what it holds for one group; the orchestrator only keeps a copy."""
 
     version: int = 0
     contexts: tuple[ContextFact, ...] = ()
+    ended: tuple[EndedProcess, ...] = ()
+    """The latest, in the order in which they were seen to end."""
     device_budget: int = 0
     device_used: int = 0
     host_budget: int = 0
@@ -64,6 +75,10 @@ class AcquireRequested(_Event, frozen=True, kw_only=True):
     more: bool = False
     """Part of a request for several groups: the confirmation clock starts at ``AcquireCompleted``."""
     phase: str = ""
+    node: str = ""
+    """Where the session's process runs, as it says itself; with ``pid`` and ``start_time`` of the process."""
+    pid: int = 0
+    start_time: int = 0
 
 
 class AcquireCompleted(_Event, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ from coslice.core.group_state import (
     NodeView,
     Occupancy,
     Resident,
+    SessionProcess,
     Swapping,
     eligible,
     missing,
@@ -117,6 +118,7 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
             deadlines.passed(turn)
         case _:
             assert_never(event)
+    sessions.bury(turn)
     if turn.group.settle_by is not None and not missing(turn.group):
         turn.set(settle_by=None)
     _advance(turn, policy)
@@ -192,6 +194,11 @@ def _register(turn: Turn, event: ev.AcquireRequested) -> None:
         record = JobRecord(job=event.job, incarnation=event.incarnation)  # a new start: no fault, no past
     if event.session not in record.sessions:
         record = replace(record, sessions=(*record.sessions, event.session))
+        if event.pid and event.incarnation:
+            process = SessionProcess(
+                session=event.session, node=event.node, pid=event.pid, start_time=event.start_time
+            )
+            record = replace(record, processes=(*record.processes, process))
     turn.put_record(replace(record, need=max(record.need, event.need)))
 
 

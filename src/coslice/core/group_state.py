@@ -133,11 +133,22 @@ class LastYield(Struct, frozen=True):
     epoch: Epoch
 
 
+class SessionProcess(Struct, frozen=True, kw_only=True):
+    """The process that a session speaks for, in its own words."""
+
+    session: SessionId
+    node: str
+    pid: int
+    start_time: int
+
+
 class JobRecord(Struct, frozen=True, kw_only=True):
     job: JobId
     incarnation: Incarnation
     sessions: tuple[SessionId, ...] = ()
     """Connected, or lost and still within their grace."""
+    processes: tuple[SessionProcess, ...] = ()
+    """Of those sessions that said what they are."""
     fault: Fault | None = None
     need: int = 0
     yields: tuple[LastYield, ...] = ()

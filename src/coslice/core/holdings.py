@@ -17,7 +17,7 @@ from typing import Literal, assert_never
 from msgspec import Struct
 
 from coslice.core.effects import ReportDone, ReportFailed
-from coslice.core.events import ContextFact, ContextState, NodeFacts
+from coslice.core.events import ContextFact, ContextState, EndedProcess, NodeFacts
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, MemberId, NodeId, OpId
 
 MIB = 1 << 20
@@ -157,6 +157,8 @@ class Holdings(Struct, frozen=True, kw_only=True):
     epoch: Epoch = Epoch(0)
     """The highest ever commanded."""
     contexts: tuple[Context, ...] = ()
+    ended: tuple[EndedProcess, ...] = ()
+    """Processes that were seen to end, the latest last."""
     recent: tuple[JobId, ...] = ()
     """Jobs in the order in which they were last made resident, the latest first."""
     running: Operation | None = None
@@ -273,6 +275,7 @@ def facts(holdings: Holdings) -> NodeFacts:
     return NodeFacts(
         version=holdings.version,
         contexts=tuple(_fact(holdings, c) for c in holdings.contexts),
+        ended=holdings.ended,
         device_budget=holdings.device_budget,
         device_used=sum(c.use for c in holdings.contexts if not isinstance(c.place, Saved))
         + sum(c.place.residual for c in holdings.contexts if isinstance(c.place, Saved)),

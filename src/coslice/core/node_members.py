@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.effects import ReasonCode
+from coslice.core.events import EndedProcess
 from coslice.core.holdings import Context, Effort, Leaving, Live, Lost, Member, Returning, Saved, find, mib
 from coslice.core.ids import JobId
 from coslice.core.node_returning import take_back
@@ -17,6 +18,8 @@ from coslice.core.outcome import Rejected
 
 LOST_KEPT = 32
 """Reasons of that many lost jobs are remembered; the oldest go first."""
+ENDED_KEPT = 64
+"""Ends of that many processes are remembered: the orchestrator may be away when one ends."""
 
 
 def on_registered(turn: NodeTurn, event: ev.MemberRegistered) -> None:
@@ -115,11 +118,20 @@ def on_gone(turn: NodeTurn, event: ev.MemberGone) -> None:
         return
     rest = tuple(m for m in context.members if m.id != event.member)
     why = event.reason or "it exited"
+    _note_ends(turn, context, (gone,))
     turn.say(ReasonCode.NODE_CHANGED, f"process {gone.pid} of {event.job} is gone ({why})")
     if rest:
         _change(turn, replace(context, members=rest))
     else:
         _end(turn, context, f"its processes are gone ({why})")
+
+
+def _note_ends(turn: NodeTurn, context: Context, members: tuple[Member, ...]) -> None:
+    ends = tuple(
+        EndedProcess(job=context.job, incarnation=context.incarnation, pid=m.pid, start_time=m.start_time)
+        for m in members
+    )
+    turn.set(ended=(*turn.holdings.ended, *ends)[-ENDED_KEPT:])
 
 
 def _end(turn: NodeTurn, context: Context, reason: str) -> None:
@@ -153,6 +165,7 @@ def on_killed(turn: NodeTurn, event: ev.JobKilled) -> None:
         return
     if isinstance(context.place, Leaving):
         count_eviction(turn, context.job, 0)
+    _note_ends(turn, context, context.members)
     lose(turn, context, event.reason, members=False)
 
 

@@ -1,14 +1,24 @@
 """Clients that vanish and come back. Called by ``core.group``.
 
 A session is known from its first acquire. Its loss starts a grace: its waiters keep their places and are
-passed over, its lease goes on. Only the end of the grace, or a goodbye, ends them.
+passed over, its lease goes on. Only the end of the grace, a goodbye, or the word of an agent that saw the
+process end, ends them.
 """
 
 from msgspec.structs import replace
 
+from coslice.core import events as ev
 from coslice.core import lease
 from coslice.core.effects import ReasonCode
-from coslice.core.group_state import Held, HolderState, JobRecord, LostSession, is_lost
+from coslice.core.group_state import (
+    Group,
+    Held,
+    HolderState,
+    JobRecord,
+    LostSession,
+    SessionProcess,
+    is_lost,
+)
 from coslice.core.ids import SessionId
 from coslice.core.turn import Turn
 
@@ -52,6 +62,7 @@ def ended(turn: Turn, session: SessionId, why: str, *, tell: bool) -> None:
         replace(
             record,
             sessions=tuple(s for s in record.sessions if s != session),
+            processes=tuple(p for p in record.processes if p.session != session),
             yields=tuple(y for y in record.yields if y.session != session),
         )
     )
@@ -63,6 +74,31 @@ def ended(turn: Turn, session: SessionId, why: str, *, tell: bool) -> None:
     if isinstance(held, Held) and held.job == job:
         turn.take_back(held, why, session=session, tell=tell)
         lease.settle(turn)
+
+
+def bury(turn: Turn) -> None:
+    """Who is lost and known to be dead is not waited for."""
+    for lost in turn.group.lost:
+        if (process := known_dead(turn.group, lost.session)) is not None:
+            ended(turn, lost.session, f"its process {process.pid} ended on {process.node}", tell=True)
+
+
+def known_dead(group: Group, session: SessionId) -> SessionProcess | None:
+    """The session's process, if the agent of its node says that it saw the end of it.
+
+    Nobody alive is taken for dead: the agent names the very process (start of the job, pid, start time), and
+    it must be the agent of the node that the session named, for pids of two nodes may be equal.
+    """
+    record = next((r for r in group.jobs if session in r.sessions), None)
+    process = next((p for p in record.processes if p.session == session), None) if record else None
+    if record is None or process is None:
+        return None
+    end = ev.EndedProcess(
+        job=record.job, incarnation=record.incarnation, pid=process.pid, start_time=process.start_time
+    )
+    names = (process.node, process.node.partition(".")[0])
+    seen = any(v.node in names and end in v.facts.ended for v in group.views)
+    return process if seen else None
 
 
 def _record_of(turn: Turn, session: SessionId) -> JobRecord | None:

@@ -91,6 +91,9 @@ def acquire_event(who: Identity, message: pb.Acquire, *, at: float, more: bool) 
         need=message.need_bytes,
         more=more,
         phase=message.phase[:_MAX_TOKEN],
+        node=who.node,
+        pid=who.pid,
+        start_time=who.start_time,
     )
 
 
@@ -162,6 +165,12 @@ def facts(residency: pb.Residency, accelerator: str) -> ev.NodeFacts:
     return ev.NodeFacts(
         version=residency.version,
         contexts=contexts,
+        ended=tuple(
+            ev.EndedProcess(
+                job=JobId(e.job), incarnation=Incarnation(e.incarnation), pid=e.pid, start_time=e.start_time
+            )
+            for e in residency.ended
+        ),
         device_budget=residency.device_budget_bytes,
         device_used=residency.device_used_bytes,
         host_budget=residency.host_budget_bytes,

@@ -365,8 +365,7 @@ def _client_hears(state: Explored, move: Move) -> None:
         served = node.served[GROUP]
         current = client.inside and world.is_current(client, GROUP)
         if current and not served.device.of(client.job) and served.room() >= SIZE:
-            served.begin(client.job, SIZE, parked=False, start=client.incarnation)
-            world.after_node(node, GROUP)
+            world.begin(client, node, GROUP, SIZE)
 
 
 def _yield(state: Explored, move: Move) -> None:

@@ -21,6 +21,7 @@ from coslice.core.ids import Epoch, JobId, NodeId
 from coslice.core.policy import Waiter
 from coslice.sim import wire
 from coslice.sim.client import Client
+from coslice.sim.device import CLIENTS
 from coslice.sim.joint import World
 from coslice.sim.node import Node, Served
 from coslice.sim.shell import Person
@@ -70,9 +71,28 @@ class _Look:
         self.people: dict[str, Person] = {p.job: p for p in world.shell.people.values()}
         self.lost = {s.session.split(".")[0] for s in group.lost}
         self.views = {view.node: view for view in group.views}
+        self.calm = not self._may_end()
+        """No process will end any more while somebody waits for its session."""
         self.asks = {a.request for a in open_asks(group)}
         if isinstance(group.occupancy, Held):
             self.asks.update(h.request for h in active(group.occupancy))
+
+    def _may_end(self) -> bool:
+        """May a process still end while its session is waited for? Then it matters which are clients' own."""
+        if self.known.budget[0] > 0 or self.known.stubborn:
+            return True
+        for node in self.world.nodes.values():
+            for served in node.served.values():
+                if served.kills or served.news:
+                    return True
+                for context in served.holdings.contexts:
+                    place = context.place
+                    if isinstance(place, Lost) or (
+                        isinstance(place, Leaving | Returning)
+                        and (served.asked is None or place.attempt != 1)
+                    ):
+                        return True
+        return False
 
     def orders(self) -> list[tuple[JobId, ...]]:
         """The ways to name the jobs that must be tried: those that their marks do not tell apart."""
@@ -244,8 +264,31 @@ class _Naming:
         back = tuple(self._said(m, versions) for m in stream.back if isinstance(m, wire.Said))
         talk = (stream.live, stream.greeted, node.name in self.world.shell.attached, down, back)
         stays = tuple(sorted(self.job[job] for name, job in self.known.stubborn if name == node.name))
-        mine = (self._holdings(served, down), self._truth(served))
-        return seen, pending, stuck, talk, mine, stays, self.known.echo == node.name
+        mine = (self._holdings(served, down), self._truth(served), self._dead(served.holdings.ended))
+        homes = () if self.look.calm else self._homes(node)
+        return seen, pending, stuck, talk, mine, stays, self.known.echo == node.name, homes
+
+    def _dead(self, ended: tuple[ev.EndedProcess, ...]) -> Part:
+        """Of the processes that were seen to end only those matter whose sessions are still known."""
+        if not ended:
+            return ()
+        known = {(p.pid, r.job) for r in self.group.jobs for p in r.processes}
+        return tuple(sorted([self.job[e.job] for e in ended if (e.pid, e.job) in known]))
+
+    def _homes(self, node: Node) -> Part:
+        """Whose own process this node has, or is to have; any other process of a job ends with no word."""
+        served = next(iter(node.served.values()))
+        begun = {p.job for n in self.world.nodes.values() for s in n.served.values() for p in s.own()}
+        mine = [self.job[p.job] for p in served.own()]
+        mine += [
+            self.job[c.job] for c in self.look.clients.values() if c.home == node.name and c.job not in begun
+        ]
+        news = [
+            self.job[e.job]
+            for e in served.news
+            if isinstance(e, ev.MemberGone) and int(e.member.rpartition("/")[2]) > CLIENTS
+        ]
+        return tuple(sorted(mine)), tuple(sorted(news))
 
     def _versions(self, node: Node, served: Served) -> set[int]:
         found = {0, served.holdings.version}
@@ -260,8 +303,9 @@ class _Naming:
     def _facts(self, facts: ev.NodeFacts | None, versions: list[int]) -> Part:
         if facts is None:
             return ()
+        dead = self._dead(facts.ended)
         there = tuple((self.job[c.job], _STATES[c.state]) for c in facts.contexts)
-        return versions.index(facts.version), there
+        return versions.index(facts.version), there, dead
 
     def _said(self, said: wire.Said, versions: list[int]) -> Part:
         event = said.event

@@ -29,6 +29,7 @@ class Client(Struct):
     session: SessionId
     home: NodeId
     """The node that it runs on."""
+    pid: int
     stream: Stream
     count: int = 0
     ask: Ask | None = None
@@ -55,6 +56,7 @@ class Client(Struct):
             self.incarnation,
             self.session,
             self.home,
+            self.pid,
             self.stream.copy(),
             self.count,
             self.ask,

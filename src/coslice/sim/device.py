@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from coslice.core.ids import Incarnation, JobId, MemberId
 
 MIB = 1 << 20
+CLIENTS = 1_000_000
+"""Pids above are of processes that are clients themselves; others of a job have no session."""
 
 
 class Violation(AssertionError):
@@ -30,6 +32,11 @@ class Process(Struct):
     """What its host buffer holds; -1: nothing."""
     lost: bool = False
     """It was told that its state is gone; it claims none."""
+
+    @property
+    def own(self) -> bool:
+        """A client's own."""
+        return self.pid > CLIENTS
 
 
 class Device:

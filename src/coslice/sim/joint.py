@@ -16,7 +16,7 @@ from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, Request
 from coslice.core.policy import policy_named
 from coslice.sim import wire
 from coslice.sim.client import Client
-from coslice.sim.device import Violation
+from coslice.sim.device import CLIENTS, Violation
 from coslice.sim.node import Node, Served
 from coslice.sim.shell import EPSILON, Shell, lease_of
 from coslice.sim.story import Story
@@ -36,7 +36,19 @@ class Setup(Struct, frozen=True, kw_only=True):
 
 
 class World:
-    __slots__ = ("clients", "fuse", "gone", "leased", "nodes", "now", "setup", "shell", "starts", "story")
+    __slots__ = (
+        "clients",
+        "fuse",
+        "gone",
+        "leased",
+        "nodes",
+        "now",
+        "pids",
+        "setup",
+        "shell",
+        "starts",
+        "story",
+    )
 
     def __init__(self, setup: Setup, story: Story) -> None:
         self.setup, self.story, self.now = setup, story, 0.0
@@ -50,6 +62,8 @@ class World:
         self.clients: dict[SessionId, Client] = {}
         self.starts = dict.fromkeys(setup.jobs, 0)
         """How often each job was started."""
+        self.pids = CLIENTS
+        """Of clients: above those of all other processes."""
         self.gone: set[RequestId] = set()
         """Requests that the orchestrator heard to be given up: never to be granted again."""
         self.leased: dict[GroupId, tuple[Epoch, tuple[NodeId, ...]]] = {}
@@ -63,6 +77,7 @@ class World:
         new.shell = self.shell.copy()
         new.nodes = {name: node.copy() for name, node in self.nodes.items()}
         new.clients = {session: client.copy() for session, client in self.clients.items()}
+        new.pids = self.pids
         new.starts, new.gone, new.leased = self.starts.copy(), self.gone.copy(), self.leased.copy()
         return new
 
@@ -77,7 +92,8 @@ class World:
         for i in range(processes):
             session = SessionId(f"{job}.{self.starts[job]}.{i}")
             home = self.setup.nodes[i % len(self.setup.nodes)]
-            self.clients[session] = Client(job, self.incarnation(job), session, home, Stream())
+            self.pids += 1
+            self.clients[session] = Client(job, self.incarnation(job), session, home, self.pids, Stream())
 
     def of_job(self, job: JobId) -> list[Client]:
         return [c for c in self.clients.values() if c.job == job]
@@ -108,7 +124,7 @@ class World:
         message = client.stream.back.pop(0)
         if isinstance(message, wire.Hello):
             client.stream.greeted = True
-            if not self.shell.greet(client.session, client.job, client.incarnation):
+            if not self.shell.greet(client):
                 client.stream.down.append(wire.Rejected())
                 client.stream.back.clear()
         elif client.stream.greeted and not isinstance(message, wire.Said):
@@ -147,9 +163,27 @@ class World:
         self.client_says(client, client.leave())
 
     def die(self, client: Client) -> None:
-        """The process is gone. The orchestrator learns of it from the stream, or the silence."""
+        """The process is gone. The orchestrator learns of it from the stream, the silence, or its agent."""
         client.stream.cut()
         del self.clients[client.session]
+        for served in self.nodes[client.home].served.values():
+            if client.pid in served.device.alive:
+                served.bury(client.pid)
+
+    def process_ends(self, node: Node, served: Served, pid: int) -> None:
+        """One that has state on a node; if it is a client's own, that client is gone as well."""
+        client = next((c for c in self.clients.values() if c.pid == pid), None)
+        if client is not None:
+            self.die(client)
+        else:
+            served.bury(pid)
+
+    def begin(self, client: Client, node: Node, group: GroupId, size: int, *, parked: bool = False) -> None:
+        """A process of the client's job comes up on a node: its own there if it is at home."""
+        served = node.served[group]
+        own = client.pid if client.home == node.name and client.pid not in served.device.alive else 0
+        served.begin(client.job, size, parked=parked, start=client.incarnation, own=own)
+        self.after_node(node, group)
 
     def goodbye(self, client: Client) -> None:
         self.client_says(client, [*client.leave(), wire.Goodbye()])

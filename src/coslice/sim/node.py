@@ -95,6 +95,8 @@ class Served:
         found = violations_of_step(before, event, taken)
         if found:
             raise Violation(f"{self.name}: {'; '.join(found)}")
+        if taken.state.ended is not before.ended:
+            self._check_ended(taken.state)
         self.holdings = taken.state
         self.due = next_deadline(self.holdings)
         self.carry_out(taken.effects[:done])
@@ -161,13 +163,18 @@ class Served:
 
     # ── processes ──
 
-    def begin(self, job: JobId, size: int, *, parked: bool, start: Incarnation) -> Process | None:
-        """A process of the job comes up and registers; None if it cannot."""
+    def begin(
+        self, job: JobId, size: int, *, parked: bool, start: Incarnation, own: int = 0
+    ) -> Process | None:
+        """A process of the job comes up and registers; None if it cannot. ``own``: the pid of a client."""
         if not self.device.of(job):
             self.device.extra[job] = self.device.appetite[job] = 0
-        self.pids += 1
-        member = MemberId(f"{job}/{start}/{self.pids}/{self.pids}")
-        process = Process(self.pids, job, start, size, member)
+        pid = own
+        if not own:
+            self.pids += 1
+            pid = self.pids
+        member = MemberId(f"{job}/{start}/{pid}/{pid}")
+        process = Process(pid, job, start, size, member)
         if parked:
             self.device.move_out(process)
         self.device.alive[process.pid] = process
@@ -234,6 +241,10 @@ class Served:
         use = device.used(job)
         device.appetite[job] = max(use, device.appetite.get(job, 0))
         self.hear(ev.UsageMeasured(at=self.at, job=job, bytes=use))
+
+    def own(self) -> list[Process]:
+        """The clients' own processes."""
+        return [p for p in self.device.alive.values() if p.own]
 
     def bury(self, pid: int, reason: str = "it exited") -> None:
         process = self.device.alive.pop(pid)
@@ -369,6 +380,11 @@ class Served:
                 known[member.id] = said[context.job]
         for process in device.alive.values():
             self._check_process(process, known.get(process.member), said.get(process.job))
+
+    def _check_ended(self, after: Holdings) -> None:
+        for end in after.ended:
+            if end.pid in self.device.alive:
+                raise Violation(f"1: {self.name} says that process {end.pid} of {end.job} ended: it lives")
 
     def _check_process(self, process: Process, state: ContextState | None, said: ContextState | None) -> None:
         if state is ContextState.LIVE and process.parked:

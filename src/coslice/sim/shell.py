@@ -22,6 +22,7 @@ from coslice.core.invariants import InvariantBroken, check_group_step
 from coslice.core.outcome import Rejected
 from coslice.core.policy import Policy
 from coslice.sim import wire
+from coslice.sim.client import Client
 from coslice.sim.device import Violation
 from coslice.sim.story import Story
 
@@ -43,6 +44,8 @@ class Person(Struct):
 
     job: JobId
     incarnation: Incarnation
+    home: NodeId
+    pid: int
     connected: bool = True
     forget_at: float | None = None
     asked: dict[RequestId, Asked] = {}
@@ -50,7 +53,16 @@ class Person(Struct):
 
     def copy(self) -> "Person":
         asked = {request: replace(one) for request, one in self.asked.items()}
-        return Person(self.job, self.incarnation, self.connected, self.forget_at, asked, self.groups)
+        return Person(
+            self.job,
+            self.incarnation,
+            self.home,
+            self.pid,
+            self.connected,
+            self.forget_at,
+            asked,
+            self.groups,
+        )
 
 
 class Shell:
@@ -186,12 +198,13 @@ class Shell:
 
     # ── sessions ──
 
-    def greet(self, session: SessionId, job: JobId, incarnation: Incarnation) -> bool:
+    def greet(self, client: Client) -> bool:
         """A hello. False: another start of the job is connected."""
+        session, job, incarnation = client.session, client.job, client.incarnation
         for one in self.people.values():
             if one.connected and one.job == job and one.incarnation != incarnation:
                 return False
-        person = self.people.setdefault(session, Person(job, incarnation))
+        person = self.people.setdefault(session, Person(job, incarnation, client.home, client.pid))
         person.connected, person.forget_at = True, None
         for group, state in self.locks.items():
             if any(session in record.sessions for record in state.jobs):
@@ -238,6 +251,9 @@ class Shell:
             request=message.request,
             need=message.need,
             more=several,
+            node=person.home,
+            pid=person.pid,
+            start_time=person.pid,
         )
         known = person.asked.get(message.request)
         asked = known or Asked(message.groups, event)

@@ -324,8 +324,7 @@ class Storm:
         size = rng.randint(1, 60) * MIB
         if not served.device.of(client.job):
             if size <= served.room():
-                served.begin(client.job, size, parked=False, start=client.incarnation)
-                world.after_node(node, group)
+                world.begin(client, node, group, size)
         elif draw < 0.7:
             served.grow(client.job, size)
             world.after_node(node, group)
@@ -474,7 +473,7 @@ class Storm:
             return False
         pid = alive[self.rng.randrange(len(alive))]
         self._fault("process killed", f"{pid} of {served.device.alive[pid].job} on {served.name}")
-        served.bury(pid)
+        self.world.process_ends(node, served, pid)
         return True
 
     def client_stops(self) -> bool:
@@ -574,8 +573,7 @@ class Storm:
         if asks or occupant(state) == job:  # set aside while its job is being granted: not until the next
             return False
         self._fault("newcomer", f"{job} on {served.name}")
-        served.begin(job, size, parked=parked, start=client.incarnation)
-        self.world.after_node(node, served.group)
+        self.world.begin(client, node, served.group, size, parked=parked)
         return True
 
     def nodes_change(self) -> bool:

@@ -83,6 +83,8 @@ class FakeAgent:
         self.instance = instance or uuid.uuid4().hex[:8]
         self.behaviour = behaviour or instant()
         self.states = dict(states or {})
+        self.ended: list[pb.EndedProcess] = []
+        """Processes that it says it saw end; ``push`` tells."""
         self.commands: list[pb.MakeResident] = []
         self.unknown_groups: tuple[str, ...] = ()
         self.refused: grpc.aio.AioRpcError | None = None
@@ -245,6 +247,7 @@ class FakeAgent:
             group=group,
             version=books.version,
             contexts=contexts,
+            ended=self.ended,
             device_budget_bytes=self._budget,
             device_used_bytes=used,
         )

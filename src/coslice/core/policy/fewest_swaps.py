@@ -3,26 +3,32 @@
 Serving the resident job costs no copy; ``max_wait`` bounds what the others pay for that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from coslice.core.ids import JobId
-from coslice.core.policy.base import Choice, Waiter
+from coslice.core.policy.base import Choice, Waiter, check_max_wait, overdue
+from coslice.core.policy.past import Past
 
 
 class FewestSwaps:
     name = "fewest_swaps"
+    remembers = False
 
     def __init__(self, *, max_wait: float = 60.0) -> None:
-        if max_wait < 0:
-            raise ValueError(f"max_wait is {max_wait} s: use 0 or more seconds")
-        self._max_wait = max_wait
+        self._max_wait = check_max_wait(max_wait)
 
-    def choose(self, waiters: Sequence[Waiter], *, resident: JobId | None, now: float) -> Choice:
-        oldest = min(waiters, key=lambda w: w.since)  # of equals the first in the queue
-        waited = now - oldest.since
-        if waited >= self._max_wait:
-            return Choice(oldest, f"waited {waited:.1f} s, longer than {self._max_wait:g} s")
+    def choose(
+        self,
+        waiters: Sequence[Waiter],
+        *,
+        resident: JobId | None,
+        now: float,
+        past: Mapping[JobId, Past] = {},
+    ) -> Choice:
+        if (late := overdue(waiters, now=now, max_wait=self._max_wait)) is not None:
+            return late
         for waiter in waiters:
             if waiter.job == resident:
                 return Choice(waiter, "its state is on the accelerators: no swap")
+        oldest = min(waiters, key=lambda w: w.since)
         return Choice(oldest, f"nobody in the queue is resident: the oldest of {len(waiters)}")

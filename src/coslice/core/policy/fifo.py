@@ -1,14 +1,22 @@
-"""First come, first served."""
+"""First come, first served. Nobody waits for more than one turn of each of the others."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from coslice.core.ids import JobId
 from coslice.core.policy.base import Choice, Waiter
+from coslice.core.policy.past import Past
 
 
 class Fifo:
     name = "fifo"
+    remembers = False
 
-    def choose(self, waiters: Sequence[Waiter], *, resident: JobId | None, now: float) -> Choice:
-        first = waiters[0]
-        return Choice(first, f"first of {len(waiters)} in the queue")
+    def choose(
+        self,
+        waiters: Sequence[Waiter],
+        *,
+        resident: JobId | None,
+        now: float,
+        past: Mapping[JobId, Past] = {},
+    ) -> Choice:
+        return Choice(waiters[0], f"first of {len(waiters)} in the queue")
