@@ -58,6 +58,10 @@ class Dialect(Protocol):
         """Does its core still answer? Never by a forward pass: it may be asleep."""
         ...
 
+    async def idle(self, *, timeout: float) -> None:
+        """Until its core has done what it was asked before. Raises ``NoAnswer``."""
+        ...
+
     async def refresh(self) -> None:
         """Drop caches that refer to memory that is gone."""
         ...
@@ -140,6 +144,10 @@ class Vllm:
     async def alive(self) -> bool:
         return (await self.http.get("/health")).ok
 
+    async def idle(self, *, timeout: float) -> None:
+        """The core answers this between two of its tasks, so after the sleep that we lost sight of."""
+        await self.http.get("/is_sleeping", timeout=timeout)
+
     async def refresh(self) -> None:
         for path in ("/reset_prefix_cache", "/reset_mm_cache"):
             answer = await self.http.post(path, timeout=30.0)
@@ -213,6 +221,11 @@ class Sglang:
     async def alive(self) -> bool:
         """Not by /health: it may generate, which kills a scheduler whose memory is released."""
         return (await self.http.get("/get_load")).ok or (await self.http.get("/get_server_info")).ok
+
+    async def idle(self, *, timeout: float) -> None:
+        """The scheduler answers these between two of its tasks."""
+        if (await self.http.get("/get_load", timeout=timeout)).missing:
+            await self.http.get("/get_server_info", timeout=timeout)
 
     async def refresh(self) -> None:
         answer = await self.http.post("/flush_cache", timeout=30.0)

@@ -41,6 +41,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     """How long running requests may take to end, in seconds."""
     move_timeout: float = 120.0
     """For one sleep or wake. 45 s were reported for 48.6 GiB."""
+    late: float = 60.0
+    """How much longer a move is watched that outlasted its time, before it is judged, in seconds."""
     settle: float = 10.0
     """How long memory may take to be seen as free after the engine said so, in seconds."""
     probe_timeout: float = 60.0
@@ -157,7 +159,7 @@ class Engine:
                 await self._put(phase=entry.phase, tags=entry.tags)
                 raise self._error(f"was not told to sleep: {error}") from None
             # It may sleep all the same: a slow engine is not a broken one.
-            if not await self._has_fallen(0.0):
+            if not error.late or not await self._has_fallen(await self._idle(dialect)):
                 raise self._error(f"did not go to sleep: {error}") from None
         await self._put(phase=Phase.ASLEEP)
 
@@ -226,7 +228,7 @@ class Engine:
                 if not error.sent:
                     await self._put(phase=Phase.ASLEEP)
                     raise self._error(f"was not told to wake: {error}") from None
-                if not await self._has_risen(entry, before):
+                if not error.late or not await self._has_risen(entry, before, await self._idle(dialect)):
                     raise await self._lost(f"did not wake: {error}") from None
             except Refused as refusal:
                 raise await self._lost(f"did not wake: {refusal}") from None
@@ -269,7 +271,7 @@ class Engine:
         except Refused as refusal:
             if not refusal.again:
                 raise
-            if await self._has_risen(entry, before, seconds=1.0):
+            if await self._has_risen(entry, before, 1.0):
                 return
             if await asyncio.to_thread(self.used) - before > UNCHANGED * (entry.awake_bytes - before):
                 raise
@@ -309,6 +311,7 @@ class Engine:
         """
         deadline = time.monotonic() + self._settings.move_timeout
         span = self._need() or 1
+        await self._idle(await self._speak())
         while True:
             fallen = (entry.awake_bytes - await asyncio.to_thread(self.used)) / span
             if fallen >= 1.0:
@@ -318,6 +321,14 @@ class Engine:
             if time.monotonic() >= deadline:
                 raise await self._lost(f"has {fallen:.0%} of its memory freed, neither asleep nor awake")
             await asyncio.sleep(LOOK_AGAIN)
+
+    async def _idle(self, dialect: Dialect) -> float:
+        """Waits for the end of a request that we lost sight of; seconds that memory may take to follow."""
+        try:
+            await dialect.idle(timeout=self._settings.late)
+        except NoAnswer:
+            return 0.0
+        return min(1.0, self._settings.settle)
 
     def _need(self) -> int:
         entry = self.entry
@@ -344,7 +355,7 @@ class Engine:
             await asyncio.sleep(LOOK_AGAIN)
         return True
 
-    async def _has_risen(self, entry: Entry, before: int, seconds: float = 0.0) -> bool:
+    async def _has_risen(self, entry: Entry, before: int, seconds: float) -> bool:
         """Polls, as ``_has_fallen``."""
         deadline = time.monotonic() + seconds
         wanted = before + ENOUGH * (entry.awake_bytes - before)

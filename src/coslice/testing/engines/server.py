@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,13 +27,14 @@ class Region:
         self.size, self.seed = size, seed
         self.pages: mmap.mmap | None = None
         self._backup: mmap.mmap | None = None
+        self._released = False
         self.fill(seed)
 
     def fill(self, seed: int) -> None:
         pages = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        page = bytes((seed + i) % 251 for i in range(PAGE))
-        for at in range(0, self.size, PAGE):
-            pages[at : at + PAGE] = page[: min(PAGE, self.size - at)]
+        piece = bytes((seed + i) % 251 for i in range(PAGE)) * 64
+        for at in range(0, self.size, len(piece)):
+            pages[at : at + len(piece)] = piece[: min(len(piece), self.size - at)]
         self.pages = pages
 
     def release(self, *, keep: bool, share: float = 1.0) -> None:
@@ -45,7 +45,8 @@ class Region:
             os.ftruncate(fd, self.size)
             self._backup = mmap.mmap(fd, self.size)
             os.close(fd)
-            self._backup[:] = self.pages[:]
+            copy(self.pages, self._backup)
+        self._released = True
         if share >= 1.0:
             self.pages.close()
             self.pages = None
@@ -54,12 +55,15 @@ class Region:
 
     def resume(self, *, garbage: int | None = None) -> None:
         """Pages again: from the copy if there is one, otherwise ``garbage``."""
+        if not self._released:  # it only said so
+            return
+        self._released = False
         if self.pages is not None:
             self.pages.close()
         if self._backup is not None and garbage is None:
             self.fill(self.seed)
             assert self.pages is not None
-            self.pages[:] = self._backup[:]
+            copy(self._backup, self.pages)
         else:
             self.fill((self.seed + (77 if garbage is None else garbage)) % 251)
         if self._backup is not None:
@@ -69,6 +73,12 @@ class Region:
     def digest(self) -> int:
         assert self.pages is not None
         return zlib.crc32(self.pages[::PAGE])
+
+
+def copy(source: mmap.mmap, target: mmap.mmap) -> None:
+    """Without a copy in between, which malloc would keep: it would count as device memory."""
+    with memoryview(source) as here, memoryview(target) as there:
+        there[:] = here
 
 
 class Engine:
@@ -84,7 +94,7 @@ class Engine:
         self.without: set[str] = set(options.without)
         self.calls: list[str] = []
         self.asleep: set[str] = set()
-        self.paused = self.dead = self.wedged = False
+        self.paused = self.dead = self.wedged = self.busy = False
         self.inflight = 0
         self.routes: dict[str, Callable[[Query, Any], Reply]] = {
             "GET /v1/models": lambda q, b: (200, {"data": [{"id": self.model, "object": "model"}]}),
@@ -136,6 +146,7 @@ class Engine:
         with self.changed:
             if self.has("completions-hang") or self.wedged:
                 self.hang()
+            self.core()
             if self.asleep and not self.paused:
                 self.die()  # a kernel ran on unmapped pages
             if self.dead:
@@ -154,6 +165,17 @@ class Engine:
             "logprobs": {"tokens": words[:count], "top_logprobs": [top] * count},
         }
         return 200, {"model": self.model, "choices": [choice]}
+
+    def core(self) -> None:
+        """What goes through the engine's core waits for its turn there. Call it with the lock held."""
+        self.changed.wait_for(lambda: not self.busy)
+
+    def slow(self, fault: str) -> None:
+        """While this fault is on, the core is busy with the task at hand."""
+        self.busy = self.has(fault)
+        self.changed.wait_for(lambda: not self.has(fault))
+        self.busy = False
+        self.changed.notify_all()
 
     def hang(self) -> None:
         self.changed.wait_for(lambda: False)
@@ -244,7 +266,3 @@ def _handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
             pass
 
     return Handler
-
-
-def nap(seconds: float) -> None:
-    time.sleep(seconds)

@@ -6,7 +6,7 @@ with requests, or a resume of what was not released, kills the scheduler; a requ
 it too; there is no route that tells what is released.
 
 Faults: ``frees-nothing`` ``frees-little`` ``frees-late`` ``release-502-done`` ``release-502-undone``
-``release-hangs`` ``resume-exits`` ``resume-hangs`` ``gibberish`` ``completions-hang``.
+``release-hangs`` ``dies-asleep`` ``resume-exits`` ``resume-hangs`` ``gibberish`` ``completions-hang``.
 """
 
 import argparse
@@ -23,7 +23,7 @@ class Sglang(Engine):
         super().__init__(options)
         self.routes |= {
             "GET /get_server_info": self.server_info,
-            "GET /get_load": lambda q, b: (200, [{"dp_rank": 0, "num_reqs": self.inflight}]),
+            "GET /get_load": self.load,
             "GET /metrics": lambda q, b: (200, f"sglang:num_running_reqs{{}} {self.inflight}.0\n"),
             "POST /release_memory_occupation": self.release,
             "POST /resume_memory_occupation": self.resume,
@@ -32,7 +32,14 @@ class Sglang(Engine):
             "POST /flush_cache": lambda q, b: (200, "Cache flushed."),
         }
 
+    def load(self, query: Query, body: Any) -> Reply:
+        with self.changed:
+            self.core()
+            return (500, {}) if self.dead else (200, [{"dp_rank": 0, "num_reqs": self.inflight}])
+
     def server_info(self, query: Query, body: Any) -> Reply:
+        if self.dead:
+            return 500, {}
         return 200, {
             "version": self.options.version,
             "enable_memory_saver": not self.options.no_memory_saver,
@@ -59,6 +66,9 @@ class Sglang(Engine):
         with self.changed:
             if self.has("release-hangs"):
                 self.hang()
+            if self.has("dies-asleep"):
+                self.die()
+                return 200, None
             if self.once("release-502-undone"):
                 return 502, {}
             if self.dead or self.inflight:

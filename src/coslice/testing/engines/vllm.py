@@ -7,15 +7,15 @@ it; after level 2 the weights are garbage until they are loaded again; ``/health
 engine.
 
 Faults: ``frees-nothing`` ``frees-little`` ``frees-late`` ``dies-asleep`` ``sleep-500`` ``sleep-hangs``
-``sleep-slow`` ``exits-on-sleep`` ``wake-500`` ``wake-noop`` ``wake-exits`` ``wake-hangs`` ``gibberish``
-``completions-hang`` ``pause-noop`` ``wait-invalid``.
+``sleep-slow`` ``exits-on-sleep`` ``wake-500`` ``wake-noop`` ``wake-exits`` ``wake-hangs`` ``wake-slow``
+``gibberish`` ``completions-hang`` ``pause-noop`` ``wait-invalid``.
 """
 
 import argparse
 import os
 from typing import Any
 
-from coslice.testing.engines.server import Engine, Query, Reply, nap, serve
+from coslice.testing.engines.server import Engine, Query, Reply, serve
 
 
 class Vllm(Engine):
@@ -25,7 +25,7 @@ class Vllm(Engine):
         dev = {
             "POST /sleep": self.sleep,
             "POST /wake_up": self.wake_up,
-            "GET /is_sleeping": lambda q, b: (200, {"is_sleeping": bool(self.asleep) or self.paused}),
+            "GET /is_sleeping": self.is_sleeping,
             "POST /pause": self.pause,
             "POST /resume": self.resume,
             "GET /is_paused": lambda q, b: (200, {"is_paused": self.paused}),
@@ -46,6 +46,11 @@ class Vllm(Engine):
             f'vllm:num_requests_running{{model_name="fake",engine="0"}} {self.inflight}.0\n'
             'vllm:num_requests_waiting{model_name="fake",engine="0"} 0.0\n'
         )
+
+    def is_sleeping(self, query: Query, body: Any) -> Reply:
+        with self.changed:
+            self.core()
+            return 200, {"is_sleeping": bool(self.asleep) or self.paused}
 
     def pause(self, query: Query, body: Any) -> Reply:
         mode = query.get("mode", ["abort"])[0]
@@ -70,8 +75,7 @@ class Vllm(Engine):
         with self.changed:
             if self.has("sleep-hangs"):
                 self.hang()
-            if self.has("sleep-slow"):
-                nap(1.0)
+            self.slow("sleep-slow")
             if self.has("exits-on-sleep"):
                 os._exit(1)
             if self.once("sleep-500"):
@@ -90,6 +94,7 @@ class Vllm(Engine):
         with self.changed:
             if self.has("wake-hangs"):
                 self.hang()
+            self.slow("wake-slow")
             if self.has("wake-exits"):
                 os._exit(1)
             if self.has("wake-500"):
