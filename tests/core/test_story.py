@@ -71,6 +71,24 @@ def test_a_lost_client_is_passed_over() -> None:
     assert "Its connection is lost: passed over, and removed in 10.0 s" in told(world, "b")
 
 
+def test_a_lost_holder_is_told_of_with_the_time_that_is_left() -> None:
+    world = two_jobs()
+    world.drop(world.clients["a1"])
+    world.wait(4.0)
+    assert "its connection is lost, and the lease expires in 6.0 s unless it returns" in told(world, "b")
+    assert "its connection is lost" in told(world, "a")
+
+
+def test_a_job_is_lost_once_the_last_of_its_processes_is() -> None:
+    world = two_jobs()
+    world.ask(world.client("b2", job="b"))
+    world.drop(world.clients["b1"])
+    assert "lost" not in told(world, "b")
+    world.wait(3.0)
+    world.drop(world.clients["b2"])
+    assert "removed in 10.0 s" in told(world, "b")
+
+
 def test_a_faulted_job_hears_its_fault() -> None:
     world = two_jobs()
     world.yield_(world.clients["a1"])

@@ -1,10 +1,13 @@
 """Clients that change their mind, vanish, come back or repeat themselves."""
 
 import asyncio
+import io
 from pathlib import Path
 
 from orchestrator.world import World
+from rich.console import Console
 
+from coslice.cli.show import _page
 from coslice.runtime.journal import read_journal
 from coslice.testing.fake_agent import gated
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -116,6 +119,32 @@ async def test_a_killed_holder_keeps_its_lease_for_the_grace_only(world: World) 
     await b.until("pool", lambda group: len(group.waiters) == 1)
     a.kill()
     assert await b.granted(wants)
+
+
+async def test_a_lost_connection_shows_in_the_status(world: World) -> None:
+    """What is left of the grace, of the holder, of a waiter, and of the jobs; and on the page for people."""
+    await world.start(session_grace=3600)
+    await world.agent()
+    a, b, c = [await world.client(f"job-{name}") for name in "abc"]
+    await a.acquire("pool")
+    await b.ask("pool")
+    await c.until("pool", lambda s: len(s.waiters) == 1)
+    status = await c.group("pool")
+    assert not status.HasField("lost_left_s")
+    assert not status.waiters[0].HasField("lost_left_s")
+    a.kill()
+    b.kill()
+    status = await c.until(
+        "pool", lambda s: s.HasField("lost_left_s") and s.waiters[0].HasField("lost_left_s")
+    )
+    assert 3500 < status.lost_left_s <= 3600
+    assert [job.job for job in status.jobs if job.HasField("lost_left_s")] == ["job-a", "job-b"]
+    page = Console(width=300, file=io.StringIO())
+    page.print(_page(pb.GetStatusResponse(groups=[status])))
+    text = page.file.getvalue()
+    assert text.count("connection lost, 3") == 2
+    assert "its connection is lost, 3" in text
+    assert any("its connection is lost" in line for line in await c.explain("pool"))
 
 
 async def test_a_goodbye_ends_the_lease_at_once(world: World) -> None:

@@ -89,8 +89,11 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
             sizes[context.job] = sizes.get(context.job, 0) + context.bytes
     names = dict.fromkeys([*(job.job for job in group.jobs), *where, *waits])
     faults = {job.job: job.fault for job in group.jobs if job.fault}
+    lost = {job.job: job.lost_left_s for job in group.jobs if job.HasField("lost_left_s")}
     for job in names:
         lock = group.state if job == group.job and group.state != "empty" else ""
+        if job in lost:
+            lock = f"{lock} [yellow]connection lost, {lost[job]:.0f} s left[/yellow]".strip()
         wait = f"{waits[job].waited_s:.1f} s  {waits[job].reason}" if job in waits else ""
         state = escape(", ".join(where.get(job, []))) or "nowhere"
         if job in faults:
@@ -107,6 +110,9 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
 def _headline(group: pb.GroupStatus, now: float) -> str:
     age = f"{max(0.0, now - group.since):.1f} s"
     match group.state:
+        case "held" if group.HasField("lost_left_s"):
+            left = f"its connection is lost, {group.lost_left_s:.0f} s left"
+            return f"held by {group.job} for {age} (epoch {group.epoch}); {left}"
         case "held":
             return f"held by {group.job} for {age} (epoch {group.epoch})"
         case "swapping":

@@ -10,7 +10,7 @@
 Nothing here decides anything.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Literal
 
@@ -239,6 +239,13 @@ def is_lost(group: Group, session: SessionId) -> bool:
 def has_live_ask(group: Group, waiter: Waiter) -> bool:
     """Is somebody there to take a grant? A waiter whose sessions are all lost is passed over for now."""
     return not group.lost or any(not is_lost(group, a.session) for a in waiter.asks)
+
+
+def given_up_at(group: Group, sessions: Iterable[SessionId]) -> float | None:
+    """When the last of ``sessions`` is given up; None as long as one of them is connected (or none given)."""
+    deadlines = {s.session: s.deadline for s in group.lost}
+    due = [deadlines.get(session) for session in sessions]
+    return max((d for d in due if d is not None), default=None) if None not in due else None
 
 
 def open_asks(group: Group) -> Iterator[Ask]:

@@ -17,7 +17,7 @@ from coslice.core.group_state import (
     active,
     blockers,
     context_of,
-    has_live_ask,
+    given_up_at,
     missing,
     record_of,
     view_of,
@@ -39,7 +39,7 @@ def why_waiting(group: Group, job: JobId, now: float) -> list[str]:
         return [f"No node serves group {group.id}: start an agent that offers it."]
     held = group.occupancy
     if isinstance(held, Held) and held.job == job and not any(w.job == job for w in group.waiters):
-        return [_holding(held, now)]
+        return [_holding(group, held, now)]
     if isinstance(held, Swapping) and held.incoming == job and held.waiter is not None:
         return [*_swapping(group, held, now), *_missing_nodes(group, now)]
     place = next((i for i, w in enumerate(group.waiters) if w.job == job), None)
@@ -47,10 +47,7 @@ def why_waiting(group: Group, job: JobId, now: float) -> list[str]:
         return [f"{job} does not wait for {group.id}.", *describe(group, now)]
     waiter = group.waiters[place]
     lines = [_place(group, waiter, place, now)]
-    if not has_live_ask(group, waiter):
-        until = min(
-            (s.deadline for s in group.lost if any(a.session == s.session for a in waiter.asks)), default=now
-        )
+    if (until := given_up_at(group, (a.session for a in waiter.asks))) is not None:
         lines.append(
             f"Its connection is lost: passed over, and removed in {_left(until, now)} unless it returns."
         )
@@ -79,7 +76,7 @@ def describe(group: Group, now: float) -> list[str]:
                 f"The lock is free; the state of {job} was there last and stays while nobody needs the room."
             ]
         case Held() as held:
-            lines = [_holding(held, now)]
+            lines = [_holding(group, held, now)]
         case Swapping() as swap:
             lines = _swapping(group, swap, now)
         case _:
@@ -98,7 +95,7 @@ def where(group: Group, job: JobId) -> list[str]:
     return lines or [f"No agent of {group.id} holds state of {job}."]
 
 
-def _holding(held: Held, now: float) -> str:
+def _holding(group: Group, held: Held, now: float) -> str:
     here = active(held)
     unconfirmed = sum(1 for h in here if not h.confirmed)
     parts = [f"{held.job} holds the lock for {now - held.since:.1f} s under epoch {held.epoch}"]
@@ -111,6 +108,10 @@ def _holding(held: Held, now: float) -> str:
         parts.append(f"{unconfirmed} grant(s) not confirmed yet")
     if held.asked:
         parts.append("asked to give way")
+    if (until := given_up_at(group, (h.session for h in here))) is not None:
+        parts.append(
+            f"its connection is lost, and the lease expires in {_left(until, now)} unless it returns"
+        )
     return "; ".join(parts) + "."
 
 

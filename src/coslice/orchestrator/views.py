@@ -1,6 +1,6 @@
 """Questions about a group's state that only the edge asks: what a reply or a status page shows. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from coslice.core import story
 from coslice.core.brief import occupancy_name
@@ -11,6 +11,7 @@ from coslice.core.group_state import (
     Resident,
     Swapping,
     active,
+    given_up_at,
     is_lost,
     occupant,
 )
@@ -48,6 +49,8 @@ def stays(group: Group, job: JobId) -> bool:
 
 
 def status(group: Group, *, policy: str, now: float) -> pb.GroupStatus:
+    held = group.occupancy
+    holders = [h.session for h in active(held)] if isinstance(held, Held) else []
     return pb.GroupStatus(
         group=group.id,
         state=occupancy_name(group),
@@ -62,6 +65,7 @@ def status(group: Group, *, policy: str, now: float) -> pb.GroupStatus:
                 incarnation=record.incarnation,
                 sessions=len(record.sessions),
                 fault=record.fault.reason if record.fault is not None else "",
+                lost_left_s=_lost_left(group, record.sessions, now),
             )
             for record in group.jobs
         ],
@@ -69,23 +73,33 @@ def status(group: Group, *, policy: str, now: float) -> pb.GroupStatus:
         swaps=group.swaps,
         bytes_moved=group.bytes_moved,
         held_s=group.held_s,
+        lost_left_s=_lost_left(group, holders, now),
     )
+
+
+def _lost_left(group: Group, sessions: Iterable[SessionId], now: float) -> float | None:
+    """Seconds until the last of them is given up; None as long as one is connected."""
+    until = given_up_at(group, sessions)
+    return None if until is None else max(0.0, until - now)
 
 
 def _waiters(group: Group, now: float) -> Iterator[pb.WaiterStatus]:
     swap = group.occupancy
     if isinstance(swap, Swapping) and swap.waiter is not None:
-        yield _waiter(swap.waiter, story.describe(group, now), now)
+        yield _waiter(group, swap.waiter, story.describe(group, now), now)
     for waiter in group.waiters:
-        yield _waiter(waiter, story.why_waiting(group, waiter.job, now)[1:], now)  # the first is its place
+        yield _waiter(
+            group, waiter, story.why_waiting(group, waiter.job, now)[1:], now
+        )  # the first is its place
 
 
-def _waiter(waiter: Waiter, why: list[str], now: float) -> pb.WaiterStatus:
+def _waiter(group: Group, waiter: Waiter, why: list[str], now: float) -> pb.WaiterStatus:
     return pb.WaiterStatus(
         job=waiter.job,
         waited_s=max(0.0, now - waiter.since),
         reason=" ".join(why),
         request=waiter.asks[0].request if waiter.asks else "",
+        lost_left_s=_lost_left(group, (a.session for a in waiter.asks), now),
     )
 
 

@@ -1,0 +1,86 @@
+"""Predictions in bulk for the search, and the bound: the worst of several starts counts.
+
+Where jobs begin relative to each other is chance, and with few regular jobs it may last; so a group is
+accepted only if it keeps its bounds from every start that is tried.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from coslice.plan.batch import Floats, Ints, Table, predict_many
+
+_GOLDEN = 0.6180339887498949
+_CHUNK = 4096
+_STEP = 1.5
+"""Groups whose turns differ by up to 2 to this power are played together."""
+MARGIN = 1.0
+"""Slowdowns are compared with bound × this."""
+
+
+class Verdicts:
+    """Of some groups: do they keep the bounds, and how much do they compute?"""
+
+    __slots__ = ("held", "ok", "slowdown", "swap", "useful")
+
+    def __init__(self, groups: int, width: int) -> None:
+        self.ok: npt.NDArray[np.bool_] = np.zeros(groups, dtype=bool)
+        self.held: Floats = np.zeros(groups)
+        """Weighted useful duty of each group; mean over the starts, as the next two."""
+        self.useful: Floats = np.zeros((groups, width))
+        """Useful duty of each member."""
+        self.swap: Floats = np.zeros(groups)
+        self.slowdown: Floats = np.zeros((groups, width))
+        """The worst over the starts."""
+
+
+def judge(
+    table: Table, groups: Sequence[Sequence[int]], *, rounds: float, starts: int, most: int = 4000
+) -> Verdicts:
+    """``rounds``: so many cycles of the slowest member are played, in at most ``most`` turns; ``starts``: how
+    many different ones."""
+    width = max(map(len, groups))
+    padded = np.full((len(groups), width), -1, dtype=np.int64)
+    for row, group in enumerate(groups):
+        padded[row, : len(group)] = group
+    found = Verdicts(len(groups), width)
+    for rows, turns in _batches(table, padded, rounds, most):
+        some = padded[rows]
+        unit = np.where(some >= 0, some, 0)
+        weight = np.where(some >= 0, table.weight[unit], 0.0).max(axis=1)
+        bound = np.where(some >= 0, table.bound[unit], np.inf)
+        begin = np.concatenate([_starts(table, unit, number) for number in range(starts)])
+        seen = predict_many(table, np.tile(some, (starts, 1)), turns=turns, starts=begin)
+        found.slowdown[rows] = seen.slowdown.reshape(starts, *some.shape).max(axis=0)
+        found.useful[rows] = seen.held.reshape(starts, *some.shape).mean(axis=0)
+        found.held[rows] = found.useful[rows].sum(axis=1) * weight
+        found.swap[rows] = seen.swap.reshape(starts, len(some)).mean(axis=0)
+        found.ok[rows] = (found.slowdown[rows] <= bound * MARGIN).all(axis=1)
+    return found
+
+
+def _starts(table: Table, unit: Ints, number: int) -> Floats:
+    """Number 0: all at once. Later ones spread the members over the longest period."""
+    members = np.arange(unit.shape[1])[None, :]
+    longest = table.period[unit].max(axis=1)[:, None]
+    spread: Floats = ((members + 1) * number * _GOLDEN) % 1.0 * longest * (number > 0)
+    return spread
+
+
+def _batches(table: Table, padded: Ints, rounds: float, most: int) -> list[tuple[Ints, int]]:
+    """Rows that need about as many turns together, so that few are played in vain; closed groups, which need
+    less work, by themselves; and no more at once than stays in the processor's cache."""
+    present = padded >= 0
+    unit = np.where(present, padded, 0)
+    turns_a_second = np.where(present, table.length[unit] / table.rounds[unit] / table.period[unit], 0.0)
+    needed = turns_a_second.sum(axis=1) * np.where(present, table.period[unit], 0.0).max(axis=1) * rounds
+    needed = np.minimum(np.ceil(needed), most).astype(np.int64)
+    size = np.ceil(np.log2(np.maximum(needed, 64)) / _STEP).astype(np.int64)
+    kind = 2 * size + (present & table.buffered[unit]).any(axis=1)
+    found = []
+    for value in np.unique(kind):
+        rows = np.nonzero(kind == value)[0]
+        turns = int(max(8, needed[rows].max()))
+        found += [(rows[first : first + _CHUNK], turns) for first in range(0, len(rows), _CHUNK)]
+    return found

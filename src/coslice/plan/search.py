@@ -1,0 +1,329 @@
+"""Grouping of many units: promising edges only, maximum-weight matching, merging of groups, local search.
+
+Round by round, as Muri does (SIGCOMM '22): match units to pairs, then pairs to fours, and so on. An edge's
+weight is what the merger is worth: computing lost to waiting (≤ 0) plus the accelerators it saves, at their
+price.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import rustworkx
+from msgspec import Struct
+
+from coslice.plan.batch import Floats, Ints, Table
+from coslice.plan.judge import judge
+
+BLOCK = 400
+"""Groups matched at once: the time grows with more than the square, and partners have similar periods."""
+SPAN = 128
+"""Neighbours, by period, among which a unit's candidates are sought."""
+_ROUNDS, _STARTS, _MOST = 12.0, 1, 96
+_FINAL_ROUNDS, _FINAL_STARTS, _FINAL_MOST = 30.0, 3, 400
+_TRIES = 256
+
+Members = tuple[int, ...]
+Allowed = Callable[[Members], bool]
+
+
+class Searched(Struct):
+    """``held`` is weighted useful duty; ``refused``: pairs of units that were predicted and failed."""
+
+    groups: list[Members]
+    held: dict[Members, float]
+    refused: dict[Members, tuple[float, ...]]
+    home: dict[int, int]
+    """Unit → class."""
+    edges: int = 0
+    moves: int = 0
+
+
+def search(
+    table: Table,
+    classes: Sequence[Sequence[int]],
+    *,
+    may: Allowed,
+    max_jobs: int,
+    price: float,
+    deadline: float,
+    seed: int,
+) -> Searched:
+    """``classes``: units of one class may share with each other only. ``price``: of an accelerator, in useful
+    duty. ``deadline``: of the local search, on ``time.monotonic``; the groups are sound whenever it ends."""
+    units = [unit for members in classes for unit in members]
+    held: dict[Members, float] = {(unit,): float(table.weight[unit] * table.duty[unit]) for unit in units}
+    home = {unit: number for number, members in enumerate(classes) for unit in members}
+    found = Searched([(unit,) for unit in units], held, {}, home)
+    size = 1
+    while size < max_jobs and _merge(table, found, may, max_jobs, price):
+        size *= 2
+    _verify(table, found)
+    if _merge(table, found, may, max_jobs, price):  # what verification set free may find others
+        _verify(table, found)
+    _local(table, found, may, max_jobs, price, deadline, random.Random(seed))
+    return found
+
+
+# ── one round of matching ──────────────────────────────────────────────────
+
+
+def _merge(table: Table, found: Searched, may: Allowed, max_jobs: int, price: float) -> int:
+    """Returns how many mergers there were."""
+    groups = found.groups
+    pairs = [
+        (i, j)
+        for i, j in _all_candidates(table, found)
+        if len(groups[i]) + len(groups[j]) <= max_jobs
+        and (union := _join(groups[i], groups[j])) not in found.refused
+        and may(union)
+    ]
+    if not pairs:
+        return 0
+    unions = [_join(groups[i], groups[j]) for i, j in pairs]
+    verdicts = judge(table, unions, rounds=_ROUNDS, starts=_STARTS, most=_MOST)
+    found.edges += len(pairs)
+    edges: list[tuple[int, int, float]] = []
+    for row, ((i, j), union) in enumerate(zip(pairs, unions, strict=True)):
+        if not verdicts.ok[row]:
+            found.refused[union] = tuple(float(x) for x in verdicts.slowdown[row, : len(union)])
+            continue
+        held = found.held[union] = float(verdicts.held[row])
+        saved = price * (_weight(table, groups[i]) + _weight(table, groups[j]) - _weight(table, union))
+        if (worth := held - found.held[groups[i]] - found.held[groups[j]] + saved) > 0:
+            edges.append((i, j, worth))
+    matched = _match(edges, _order(table, groups))
+    taken = {number for pair in matched for number in pair}
+    found.groups = [_join(groups[i], groups[j]) for i, j in matched] + [
+        group for number, group in enumerate(groups) if number not in taken
+    ]
+    return len(matched)
+
+
+def _match(edges: list[tuple[int, int, float]], order: Ints) -> list[tuple[int, int]]:
+    """Maximum-weight matching, block by block of groups that are near in ``order``."""
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    blocks: dict[int, list[tuple[int, int, float]]] = {}
+    for i, j, worth in edges:
+        if (block := int(place[i]) // BLOCK) == int(place[j]) // BLOCK:
+            blocks.setdefault(block, []).append((i, j, worth))
+    pairs: list[tuple[int, int]] = []
+    for block in sorted(blocks):
+        pairs += _match_block(blocks[block])
+    taken = {number for pair in pairs for number in pair}
+    for i, j, _ in sorted(edges, key=lambda edge: -edge[2]):  # across blocks, the best first
+        if i not in taken and j not in taken:
+            pairs.append((i, j))
+            taken |= {i, j}
+    return pairs
+
+
+def _match_block(edges: list[tuple[int, int, float]]) -> list[tuple[int, int]]:
+    names = sorted({number for i, j, _ in edges for number in (i, j)})
+    index = {name: number for number, name in enumerate(names)}
+    graph: rustworkx.PyGraph[int, int] = rustworkx.PyGraph(multigraph=False)
+    graph.add_nodes_from(names)
+    graph.add_edges_from([(index[i], index[j], max(1, round(worth * 1e6))) for i, j, worth in edges])
+    matched = rustworkx.max_weight_matching(graph, weight_fn=int)
+    return sorted((min(names[a], names[b]), max(names[a], names[b])) for a, b in matched)
+
+
+def _weight(table: Table, group: Members) -> float:
+    return max(float(table.weight[unit]) for unit in group)
+
+
+# ── candidates ─────────────────────────────────────────────────────────────
+
+
+class _Features:
+    """Of each group: load (Σ duty ÷ bound), duty, longest period and turn, and the room of its most delicate
+    member: the off-time of the closed one with the least."""
+
+    def __init__(self, table: Table, groups: Sequence[Members]) -> None:
+        turn, room = unit_blocks(table)
+        longest = [max(group, key=lambda unit: table.period[unit]) for group in groups]
+        self.load = np.array([sum(table.duty[u] / table.bound[u] for u in group) for group in groups])
+        self.duty = np.array([sum(table.duty[u] for u in group) for group in groups])
+        self.period = np.array([table.period[u] for u in longest])
+        self.turn = np.array([max(turn[u] for u in group) for group in groups])
+        self.room = np.array([min(room[u] for u in group) for group in groups])
+        self.bound = np.array([min(table.bound[u] for u in group) for group in groups])
+        self.move = np.array([max(table.out_s[u] + table.in_s[u] for u in group) for group in groups])
+
+
+def unit_blocks(table: Table) -> tuple[Floats, Floats]:
+    """Of each unit: the mean of its turns, and its off-time per cycle (infinite if it is buffered)."""
+    turn = table.duty * table.period / (table.length / table.rounds)
+    off = (1.0 - table.duty) * table.period
+    room: Floats = np.where(table.buffered, np.inf, off)
+    return turn, room
+
+
+def _order(table: Table, groups: Sequence[Members]) -> Ints:
+    return np.argsort([max(float(table.period[u]) for u in group) for group in groups], kind="stable")
+
+
+def _all_candidates(table: Table, found: Searched) -> list[tuple[int, int]]:
+    """Pairs of positions in ``found.groups``."""
+    classes: dict[int, list[int]] = {}
+    for number, group in enumerate(found.groups):
+        classes.setdefault(found.home[group[0]], []).append(number)
+    return [
+        (min(members[i], members[j]), max(members[i], members[j]))
+        for members in classes.values()
+        for i, j in _candidates(table, [found.groups[number] for number in members])
+    ]
+
+
+def _candidates(table: Table, groups: Sequence[Members]) -> list[tuple[int, int]]:
+    """Few pairs per group, that an estimate says may work: those that fill the accelerators best, and some at
+    random so that not everybody wants the same partner."""
+    count = len(groups)
+    if count < 2:
+        return []
+    few = 6 if count <= 2000 else 4
+    order = _order(table, groups)
+    features = _Features(table, groups)
+    span = min(SPAN, count - 1)
+    left = np.repeat(order, span)
+    shift = np.tile(np.arange(1, span + 1), count) + np.repeat(np.arange(count), span)
+    inside = shift < count
+    left, right = left[inside], order[shift[inside]]
+    fill = features.load[left] + features.load[right]
+    rough = fill <= 1.02
+    left, right, fill = left[rough], right[rough], fill[rough]
+    slow = _estimate(features, left, right)
+    good = slow <= 1.05
+    left, right, fill = left[good], right[good], fill[good]
+    if not len(left):
+        return []
+    noise = np.random.default_rng(len(left)).random(len(left))
+    both = np.concatenate([left, right]), np.concatenate([right, left])
+    chosen = np.zeros(len(left), dtype=bool)
+    for key in (-fill, noise):
+        ranked = np.lexsort((np.concatenate([key, key]), both[0]))
+        owner = both[0][ranked]
+        begin = np.concatenate([[True], owner[1:] != owner[:-1]])
+        rank = np.arange(len(owner)) - np.maximum.accumulate(np.where(begin, np.arange(len(owner)), 0))
+        chosen[ranked[rank < few] % len(left)] = True
+    return [(int(i), int(j)) for i, j in zip(left[chosen], right[chosen], strict=True)]
+
+
+def _estimate(features: _Features, left: Ints, right: Ints) -> Floats:
+    """Roughly the larger slowdown ÷ its bound: the work bound with two changes of hands in the longer cycle,
+    and the wait of the short one for the long turn, if it finds no room in its off-time."""
+    period = np.maximum(features.period[left], features.period[right])
+    swap = features.move[left] + features.move[right]
+    load = features.duty[left] + features.duty[right] + swap / period
+    slow = np.maximum(1.0, load) / np.minimum(features.bound[left], features.bound[right])
+    for one, other in ((left, right), (right, left)):
+        wait = np.maximum(0.0, features.turn[other] + swap - features.room[one])
+        share = np.minimum(0.9, wait / np.maximum(features.period[other], features.period[one]))
+        slow = np.maximum(slow, 1.0 / (1.0 - share) / features.bound[one])
+    found: Floats = slow
+    return found
+
+
+# ── making sure, and improving ─────────────────────────────────────────────
+
+
+def _verify(table: Table, found: Searched) -> None:
+    """Longer, from several starts. A group that fails loses a member, or falls apart."""
+    groups = [group for group in found.groups if len(group) > 1]
+    if not groups:
+        return
+    verdicts = judge(table, groups, rounds=_FINAL_ROUNDS, starts=_FINAL_STARTS, most=_FINAL_MOST)
+    failed: list[Members] = []
+    for row, group in enumerate(groups):
+        if verdicts.ok[row]:
+            found.held[group] = float(verdicts.held[row])
+        else:
+            failed.append(group)
+            found.refused[group] = tuple(float(x) for x in verdicts.slowdown[row, : len(group)])
+    if not failed:
+        return
+    gone = set(failed)
+    found.groups = [group for group in found.groups if group not in gone]
+    for group in failed:
+        found.groups += _less(table, found, group)
+
+
+def _less(table: Table, found: Searched, group: Members) -> list[Members]:
+    singles: list[Members] = [(unit,) for unit in group]
+    if len(group) == 2:
+        return singles
+    parts = [group[:k] + group[k + 1 :] for k in range(len(group))]
+    verdicts = judge(table, parts, rounds=_FINAL_ROUNDS, starts=_FINAL_STARTS, most=_FINAL_MOST)
+    fine = [k for k in range(len(parts)) if verdicts.ok[k]]
+    if not fine:
+        return singles
+    best = max(fine, key=lambda k: float(verdicts.held[k]))
+    found.held[parts[best]] = float(verdicts.held[best])
+    return [parts[best], singles[best]]
+
+
+def _local(
+    table: Table,
+    found: Searched,
+    may: Allowed,
+    max_jobs: int,
+    price: float,
+    deadline: float,
+    rng: random.Random,
+) -> None:
+    """Move a unit to another group, or exchange two, where that is worth more; many tries at a time."""
+    idle = 0
+    while len(found.groups) > 1 and idle < 8 and time.monotonic() < deadline:
+        tries = [move for _ in range(_TRIES) if (move := _move(found, may, max_jobs, rng)) is not None]
+        wanted = list(
+            dict.fromkeys(group for _, after in tries for group in after if group not in found.held)
+        )
+        if wanted:
+            verdicts = judge(table, wanted, rounds=_FINAL_ROUNDS, starts=_FINAL_STARTS, most=_FINAL_MOST)
+            for row, group in enumerate(wanted):
+                found.held[group] = float(verdicts.held[row]) if verdicts.ok[row] else -np.inf
+
+        def worth(groups: Sequence[Members]) -> float:
+            return sum(found.held[group] - price * _weight(table, group) for group in groups)
+
+        gains = sorted(
+            ((worth(after) - worth(before), before, after) for before, after in tries),
+            key=lambda gain: -gain[0],
+        )
+        touched: set[Members] = set()
+        for gain, before, after in gains:
+            if gain <= 1e-9 or touched & set(before):
+                continue
+            touched |= set(before)
+            found.groups = [group for group in found.groups if group not in before] + list(after)
+            found.moves += 1
+        idle = 0 if touched else idle + 1
+
+
+def _move(
+    found: Searched, may: Allowed, max_jobs: int, rng: random.Random
+) -> tuple[tuple[Members, ...], tuple[Members, ...]] | None:
+    one, other = rng.sample(found.groups, 2)
+    if found.home[one[0]] != found.home[other[0]]:
+        return None
+    unit, rest = _take(one, rng)
+    if rng.random() < 0.5:
+        grown = _join(other, (unit,))
+        after = (rest, grown) if rest else (grown,)
+    else:
+        partner, remains = _take(other, rng)
+        after = (_join(rest, (partner,)), _join(remains, (unit,)))
+    if any(len(group) > max_jobs or not may(group) for group in after):
+        return None
+    return (one, other), after
+
+
+def _join(one: Members, other: Members) -> Members:
+    return tuple(sorted(one + other))
+
+
+def _take(group: Members, rng: random.Random) -> tuple[int, Members]:
+    place = rng.randrange(len(group))
+    return group[place], group[:place] + group[place + 1 :]
