@@ -29,6 +29,7 @@ from coslice.core.holdings import (
     Member,
     NodeRules,
     Operation,
+    Partly,
     Returning,
     Saved,
     facts,
@@ -111,7 +112,7 @@ def restarted(holdings: Holdings, now: float) -> Holdings:
                 place = replace(place, effort=Effort.TRYING) if place.of else place
             case Returning():
                 place = replace(place, effort=Effort.TRYING, until=now + rules.restore_timeout)
-            case Live() | Saved() | Lost():
+            case Live() | Partly() | Saved() | Lost():
                 pass
         members = tuple(replace(m, seen=False) for m in context.members)
         contexts.append(replace(context, members=members, place=place))
@@ -220,6 +221,10 @@ def _on_measured(turn: NodeTurn, event: ev.UsageMeasured) -> None:
         if _notable(place.residual, event.bytes):
             turn.move(context, replace(place, residual=event.bytes))
         return
+    if isinstance(place, Partly):
+        if _notable(place.left, event.bytes):
+            turn.move(context, replace(place, left=max(1, event.bytes)), use=event.bytes)
+        return
     use = event.bytes if _notable(context.use, event.bytes) else context.use
     peak = max(context.peak, event.bytes) if isinstance(place, Live) else context.peak
     if (use, peak) != (context.use, context.peak):
@@ -254,8 +259,10 @@ def _returning(
     return context, context.place
 
 
-def _marked(context: Context, of: tuple[MemberId, ...], *, parked: bool) -> tuple[Member, ...]:
-    return tuple(replace(m, parked=parked) if m.id in of else m for m in context.members)
+def _marked(
+    context: Context, of: tuple[MemberId, ...], *, parked: bool = False, part: bool = False
+) -> tuple[Member, ...]:
+    return tuple(replace(m, parked=parked, part=part) if m.id in of else m for m in context.members)
 
 
 def _on_snapshot_succeeded(turn: NodeTurn, event: ev.SnapshotSucceeded) -> None:
@@ -263,14 +270,19 @@ def _on_snapshot_succeeded(turn: NodeTurn, event: ev.SnapshotSucceeded) -> None:
     if found is None:
         return
     context, place = found
-    saved = Saved(bytes=event.bytes, residual=event.residual)
-    context = replace(context, members=_marked(context, place.of, parked=True), place=saved, use=0)
-    late = not all(m.parked for m in context.members)
+    saved = place.saved + event.bytes
+    to: Saved | Partly = Saved(bytes=saved, residual=event.residual)
+    if event.partly:
+        to = Partly(saved=saved, left=max(1, event.residual))
+    members = _marked(context, place.of, parked=not event.partly, part=event.partly)
+    context = replace(context, members=members, place=to, use=event.residual if event.partly else 0)
+    late = not all(m.parked or m.part for m in context.members)
     turn.put(settled(context) if late else context)  # whoever joined meanwhile is still on the device
     count_eviction(turn, context.job, event.bytes)
     turn.say(
         ReasonCode.EVICT,
-        f"{context.job} is in host memory: {mib(event.bytes)} in {event.seconds:.2f} s, "
+        f"{context.job} is{' partly' if event.partly else ''} in host memory: {mib(event.bytes)} in "
+        f"{event.seconds:.2f} s, "
         f"{mib(event.residual)} stay on the device",
     )
 
@@ -281,10 +293,7 @@ def _on_restore_succeeded(turn: NodeTurn, event: ev.RestoreSucceeded) -> None:
     if found is None or op is None:
         return
     context, place = found
-    turn.put(
-        settled(
-            replace(context, members=_marked(context, place.of, parked=False), place=Live(), use=event.bytes)
-        )
-    )
+    use = max(event.bytes, context.bytes)  # of a job that was partly here, less has moved
+    turn.put(settled(replace(context, members=_marked(context, place.of), place=Live(), use=use)))
     turn.amend(restored=True, bytes_in=op.bytes_in + event.bytes)
     turn.say(ReasonCode.RESTORE, f"{context.job} is back: {mib(event.bytes)} in {event.seconds:.2f} s")

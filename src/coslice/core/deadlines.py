@@ -31,6 +31,8 @@ def _deadlines(group: Group) -> Iterator[float]:
     for view in group.views:
         if not view.attached:
             yield view.detached_at + group.rules.node_loss
+    if group.reserved is not None:
+        yield group.reserved.until
     if group.waiters:
         for stuck in group.stuck:
             yield stuck.retry_at

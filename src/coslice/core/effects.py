@@ -49,6 +49,8 @@ class ReasonCode(StrEnum):
     LOST = "lost"
     REGISTERED = "registered"
     MEASURED = "measured"
+    RESERVED = "reserved"  # the lock stays free for a job that is about to come
+    POLICY_SET = "policy_set"
 
 
 class Reason(Struct, frozen=True):
@@ -68,6 +70,7 @@ class RefuseCode(StrEnum):
     NODE_LOST = "node_lost"
     LIMIT = "limit"
     FAILED = "failed"
+    INVALID = "invalid"
 
 
 class _Effect(Struct, frozen=True, kw_only=True, tag=True):
@@ -137,6 +140,8 @@ class RunSnapshot(_Effect, frozen=True, kw_only=True):
     op: OpId
     job: JobId
     attempt: int
+    least: int = 0
+    """So many bytes or some more, where a part can move alone; 0: all."""
 
 
 class RunRestore(_Effect, frozen=True, kw_only=True):

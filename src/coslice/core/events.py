@@ -164,6 +164,13 @@ class NodesChanged(_Event, frozen=True, kw_only=True):
     nodes: tuple[NodeId, ...]
 
 
+class PolicySet(_Event, frozen=True, kw_only=True):
+    """An operator says who goes next from now on. It is kept over restarts."""
+
+    policy: str
+    """As ``core.policy.policy_named`` reads it; empty: the configured one."""
+
+
 class JobForgotten(_Event, frozen=True, kw_only=True):
     """An operator, or the reaping of a finished run, says that this job is over."""
 
@@ -189,6 +196,7 @@ GroupEvent = (
     | OpSucceeded
     | OpFailed
     | NodesChanged
+    | PolicySet
     | JobForgotten
     | DeadlinePassed
 )
@@ -215,6 +223,10 @@ class MemberRegistered(_Event, frozen=True, kw_only=True):
     bytes: int
     need: int = 0
     parked: bool = False
+    part: bool = False
+    """Some of its state is in host memory, and some on the device."""
+    divisible: bool = False
+    """Can move a part of its state and leave the rest."""
 
 
 class MemberResized(_Event, frozen=True, kw_only=True):
@@ -246,6 +258,8 @@ class SnapshotSucceeded(_Event, frozen=True, kw_only=True):
     residual: int
     """What the parked processes leave on the device, in bytes."""
     seconds: float
+    partly: bool = False
+    """Some of the state stayed on the device (it is in ``residual``)."""
     attempt: int = 0
     """Which attempt this answers; 0: the one that runs."""
 

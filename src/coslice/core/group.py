@@ -20,7 +20,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from coslice.core import deadlines, lease, membership, sessions, swap
+from coslice.core import deadlines, lease, membership, memory, sessions, swap
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.deadlines import next_deadline
@@ -46,7 +46,8 @@ from coslice.core.group_state import (
 )
 from coslice.core.ids import GroupId, JobId, NodeId
 from coslice.core.outcome import Rejected, Step
-from coslice.core.policy.base import Ask, Policy, Waiter
+from coslice.core.policy import policy_named
+from coslice.core.policy.base import Ask, Choice, Policy, Reserve, Waiter
 from coslice.core.restart import restarted, resume, stalled
 from coslice.core.turn import Turn
 
@@ -112,6 +113,8 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
             swap.failed(turn, event)
         case ev.NodesChanged():
             membership.changed(turn, event.nodes)
+        case ev.PolicySet():
+            _on_policy(turn, event.policy)
         case ev.JobForgotten():
             _on_forgotten(turn, event.job)
         case ev.DeadlinePassed():
@@ -121,6 +124,11 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
     sessions.bury(turn)
     if turn.group.settle_by is not None and not missing(turn.group):
         turn.set(settle_by=None)
+    if turn.group.policy:
+        policy = policy_named(turn.group.policy)
+    if policy.remembers:
+        memory.note_ask(turn, event)
+        memory.note_end(turn, group)
     _advance(turn, policy)
     _keep_books(turn, group)
     return turn.done()
@@ -267,12 +275,38 @@ def _advance(turn: Turn, policy: Policy) -> None:
     if not group.views:
         for waiter in group.waiters:
             turn.refuse(waiter.job, RefuseCode.GROUP_EMPTY, f"the last node of group {group.id} is gone")
-        return
-    if not group.waiters or isinstance(group.occupancy, Held | Swapping):
-        return
-    candidates = eligible(group)
+    free = group.views and group.waiters and not isinstance(group.occupancy, Held | Swapping)
+    candidates = eligible(group) if free else ()
+    reserved = None
     if candidates:
-        swap.begin(turn, policy.choose(candidates, resident=occupant(group), now=turn.at))
+        past = memory.remembered(group) if policy.remembers else {}
+        choice = policy.choose(candidates, resident=occupant(group), now=turn.at, past=past)
+        if isinstance(choice, Choice):
+            swap.begin(turn, choice)
+        elif choice.until > turn.at:
+            reserved = choice
+        else:
+            swap.begin(turn, Choice(candidates[0], f"the time kept for {choice.job} is over"))
+    _reserve(turn, reserved)
+
+
+def _reserve(turn: Turn, reserved: Reserve | None) -> None:
+    was = turn.group.reserved
+    if reserved is not None and (was is None or (was.job, was.until) != (reserved.job, reserved.until)):
+        turn.set(reserved=reserved)
+        turn.say(ReasonCode.RESERVED, f"the lock is kept for {reserved.job}: {reserved.reason}")
+    elif reserved is None and was is not None:
+        turn.set(reserved=None)
+
+
+def _on_policy(turn: Turn, spec: str) -> None:
+    if spec:
+        try:
+            policy_named(spec)
+        except ValueError as error:
+            raise Rejected(RefuseCode.INVALID.value, str(error), group=turn.group.id) from None
+    turn.set(policy=spec)
+    turn.say(ReasonCode.POLICY_SET, f"the policy is now {spec or 'the configured one'}, an operator says")
 
 
 def _keep_books(turn: Turn, before: Group) -> None:

@@ -19,7 +19,8 @@ from msgspec import Struct
 from coslice.core.effects import Reason, RefuseCode
 from coslice.core.events import ContextFact, ContextState, NodeFacts
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
-from coslice.core.policy.base import Ask, Waiter
+from coslice.core.policy.base import Ask, Reserve, Waiter
+from coslice.core.policy.past import Past
 
 
 class GroupRules(Struct, frozen=True, kw_only=True):
@@ -77,6 +78,7 @@ class Held(Struct, frozen=True, kw_only=True, tag=True):
     since: float
     holders: tuple[Holder, ...]
     reason: Reason
+    phase: str = ""
     world: int = 0
     restored: bool = False
     bytes_in: int = 0
@@ -152,6 +154,8 @@ class JobRecord(Struct, frozen=True, kw_only=True):
     fault: Fault | None = None
     need: int = 0
     yields: tuple[LastYield, ...] = ()
+    past: Past = Past()
+    """Empty unless the policy asks for it."""
 
 
 class LostSession(Struct, frozen=True, kw_only=True):
@@ -185,6 +189,10 @@ class Group(Struct, frozen=True, kw_only=True):
     settle_by: float | None = None
     """Set by a restart while waiters are not back yet: until then each keeps its turn, not only its place."""
     stuck: tuple[Stuck, ...] = ()
+    reserved: Reserve | None = None
+    """The policy keeps the lock free for somebody although others wait."""
+    policy: str = ""
+    """Set by an operator; empty: the one given to ``step``."""
     epoch: Epoch = Epoch(0)
     """The highest ever used or heard of."""
     swaps: int = 0

@@ -3,7 +3,7 @@
 Structs and arithmetic only. ``core.context`` changes them, the agent's shell reads them (``facts``,
 ``find``), and the invariants judge by the same figures. Nothing here knows how bytes are moved.
 
-    Live ──evicted──▶ Leaving ──▶ Saved ──wanted──▶ Returning ──▶ Live
+    Live ──evicted──▶ Leaving ──▶ Saved or Partly ──wanted──▶ Returning ──▶ Live
                          └─ killed ─▶ Lost ◀─ not restorable ─┘
 
 A context is the whole job's on this node, however many processes it has: one of them in host memory and one
@@ -52,6 +52,10 @@ class Member(Struct, frozen=True, kw_only=True):
     bytes: int
     need: int = 0
     parked: bool = False
+    part: bool = False
+    """Some of its state is in host memory, and some on the device."""
+    divisible: bool = False
+    """Can move a part of its state and leave the rest."""
     seen: bool = True
 
 
@@ -79,7 +83,19 @@ class Leaving(Struct, frozen=True, kw_only=True, tag=True):
     stuck_since: float | None = None
     touched: bool = False
     """An attempt failed half-way: some of the state may have left already."""
+    least: int = 0
+    """So many bytes have to leave; 0: all."""
+    saved: int = 0
+    """Bytes that were in host memory before."""
     reason: str = ""
+
+
+class Partly(Struct, frozen=True, kw_only=True, tag=True):
+    """A part of it is in host memory. Until that is back the job does not run, so the rest does not grow."""
+
+    saved: int
+    left: int
+    """What its processes have on the device, in bytes as measured; at least 1."""
 
 
 class Saved(Struct, frozen=True, kw_only=True, tag=True):
@@ -100,7 +116,7 @@ class Lost(Struct, frozen=True, tag=True):
     reason: str
 
 
-Place = Live | Leaving | Saved | Returning | Lost
+Place = Live | Leaving | Partly | Saved | Returning | Lost
 
 
 class Context(Struct, frozen=True, kw_only=True):
@@ -120,6 +136,10 @@ class Context(Struct, frozen=True, kw_only=True):
     @property
     def bytes(self) -> int:
         return sum(m.bytes for m in self.members)
+
+    @property
+    def divisible(self) -> bool:
+        return all(m.divisible for m in self.members)
 
     @property
     def ready(self) -> bool:
@@ -203,6 +223,8 @@ def least(holdings: Holdings, context: Context) -> int:
     """
     peak = min(context.peak, holdings.device_budget) if holdings.device_budget else context.peak
     coming = sum(m.bytes for m in context.members if m.parked)
+    if isinstance(context.place, Partly):
+        coming = context.place.saved
     return max(peak, context.bytes, context.use + coming if coming < context.bytes else 0)
 
 
@@ -223,7 +245,7 @@ def need_of(holdings: Holdings, job: JobId, declared: int) -> int:
 def occupies(context: Context) -> bool:
     """Is the device not known to be free of it? A lost job still is there while its processes are."""
     match context.place:
-        case Live() | Leaving() | Returning():
+        case Live() | Leaving() | Partly() | Returning():
             return True
         case Lost():
             return bool(context.members) and context.use > 0
@@ -245,7 +267,13 @@ def others(holdings: Holdings, job: JobId) -> list[Context]:
 
 def taken(holdings: Holdings, context: Context) -> int:
     """Device memory that an occupant must be thought to take; 0: unknown."""
-    return context.use if isinstance(context.place, Lost) else reserve(holdings, context)
+    match context.place:
+        case Lost():
+            return context.use
+        case Partly(left=left):
+            return left
+        case _:
+            return reserve(holdings, context)
 
 
 def residuals(holdings: Holdings, *, but: JobId) -> int:
@@ -262,6 +290,14 @@ def fits_beside(holdings: Holdings, job: JobId, need: int, beside: Iterable[Cont
     if not holdings.device_budget or not need or not all(shares):
         return False
     return need + sum(shares) + residuals(holdings, but=job) <= holdings.device_budget
+
+
+def lacking(holdings: Holdings, job: JobId, need: int, beside: Iterable[Context]) -> int | None:
+    """By how many bytes ``need`` does not fit with those jobs left where they are; None: that is unknown."""
+    shares = [taken(holdings, c) for c in beside]
+    if not holdings.device_budget or not need or not all(shares):
+        return None
+    return max(0, need + sum(shares) + residuals(holdings, but=job) - holdings.device_budget)
 
 
 def fit_text(holdings: Holdings, need: int, beside: Iterable[Context]) -> str:
@@ -286,7 +322,8 @@ def facts(holdings: Holdings) -> NodeFacts:
 
 
 def saved_bytes(holdings: Holdings) -> int:
-    return sum(c.place.bytes for c in holdings.contexts if isinstance(c.place, Saved))
+    whole = sum(c.place.bytes for c in holdings.contexts if isinstance(c.place, Saved))
+    return whole + sum(c.place.saved for c in holdings.contexts if isinstance(c.place, Partly))
 
 
 def _fact(holdings: Holdings, context: Context) -> ContextFact:
@@ -322,6 +359,8 @@ def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
         case Leaving(reason=reason):
             grace = holdings.rules.stuck_grace
             return ContextState.LEAVING, f"stuck: {reason}; unless it leaves within {grace:g} s it is killed"
+        case Partly(saved=saved, left=left):
+            return ContextState.LEAVING, f"{mib(saved)} are in host memory, {mib(left)} wait on the device"
         case Saved():
             return ContextState.SAVED, ""
         case Returning(reason=reason):

@@ -57,7 +57,8 @@ def check_group(group: Group) -> None:
         )
     if isinstance(now, Empty | Resident):
         _require(
-            not group.views or not eligible(group), "8: the lock is free although somebody could have it"
+            not group.views or not eligible(group) or group.reserved is not None,
+            "8: the lock is free although somebody could have it",
         )
     _require(bool(group.views) or not group.waiters, "8: waiters in a group of no nodes")
     _require(list(group.nodes) == sorted(set(group.nodes)), "nodes are not in their stated order")
@@ -67,6 +68,11 @@ def check_group_step(before: Group, event: ev.GroupEvent, step: Step[Group, fx.G
     """Every invariant that needs the state before, the event and the effects."""
     after = step.state
     check_group(after)
+    if after.reserved is not None:
+        _require(
+            isinstance(after.occupancy, Empty | Resident) and after.reserved.until > event.at,
+            "8: the lock is kept for somebody although it is not free, or without an end",
+        )
     _require(after.epoch >= before.epoch, f"1: the epoch fell from {before.epoch} to {after.epoch}")
     was, now = before.occupancy, after.occupancy
     if isinstance(now, Held | Swapping) and (not isinstance(was, Held | Swapping) or was.epoch != now.epoch):

@@ -14,6 +14,7 @@ from coslice.core.holdings import (
     Leaving,
     Live,
     Lost,
+    Partly,
     Returning,
     Saved,
     facts,
@@ -63,8 +64,11 @@ def _of_context(holdings: Holdings, context: Context) -> list[str]:
         case Saved():
             if not all(m.parked for m in context.members):
                 found.append(f"{job} counts as saved but a process of it does not")
+        case Partly(left=left):
+            if left < 1 or not all(m.parked or m.part for m in context.members):
+                found.append(f"{job} counts as partly saved but a process of it is whole on the device")
         case Live(whole=whole):
-            if whole and any(m.parked for m in context.members):
+            if whole and any(m.parked or m.part for m in context.members):
                 found.append(f"{job} counts as whole on the device but a process of it is parked")
         case Leaving():
             if op is not None and op.job == job:
@@ -98,13 +102,15 @@ def violations_of_step(before: Holdings, event: NodeEvent, taken: Step[Holdings,
                 context = find(after, job)
                 if context is None or not isinstance(context.place, Leaving) or not context.ready:
                     found.append(f"a snapshot of {job} starts that the state does not know of")
+                elif effect.least and not context.divisible:
+                    found.append(f"a part of {job} is moved, which it did not offer")
             case fx.ReportDone() | fx.ReportFailed():
                 if isinstance(effect, fx.ReportDone) and effect != before.finished:
                     found += _of_report(after, effect)
             case fx.FreeBuffers(job=job):
                 context = find(after, job)
                 replaced = isinstance(event, ev.MemberRegistered) and event.job == job
-                if context is not None and isinstance(context.place, Saved) and not replaced:
+                if context is not None and isinstance(context.place, Saved | Partly) and not replaced:
                     found.append(f"the saved state of {job} is thrown away")
             case fx.KillJob() | fx.PushFacts():
                 pass

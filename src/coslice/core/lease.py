@@ -44,6 +44,7 @@ def hold(
         since=turn.at,
         holders=tuple(_holder(turn, ask) for ask in waiter.asks),
         reason=reason,
+        phase=waiter.phase,
         world=waiter.world,
         restored=restored,
         bytes_in=bytes_in,

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from coslice.core import effects as fx
 from coslice.core.effects import ReasonCode
-from coslice.core.holdings import Context, Effort, Leaving, Live, Lost
+from coslice.core.holdings import Context, Effort, Leaving, Live, Lost, Partly
 from coslice.core.ids import OpId
 from coslice.core.node_turn import NodeTurn, fail, pid_of
 
@@ -20,6 +20,7 @@ def try_snapshot(
     attempt: int,
     *,
     touched: bool,
+    least: int = 0,
     stuck_since: float | None = None,
 ) -> None:
     before, rules = context.place, turn.holdings.rules
@@ -30,11 +31,13 @@ def try_snapshot(
         until=turn.at + rules.snapshot_timeout if stuck_since is None else stuck_since + rules.stuck_grace,
         stuck_since=stuck_since,
         touched=touched,
+        least=least,
+        saved=before.saved if isinstance(before, Partly | Leaving) else 0,
         reason=before.reason if isinstance(before, Leaving) else "",
     )
     turn.move(context, place)
     if context.ready:
-        turn.effects.append(fx.RunSnapshot(op=op, job=context.job, attempt=attempt))
+        turn.effects.append(fx.RunSnapshot(op=op, job=context.job, attempt=attempt, least=least))
 
 
 def snapshot_failed(
@@ -91,9 +94,14 @@ def leaving_overdue(turn: NodeTurn, context: Context, place: Leaving) -> None:
             return snapshot_failed(turn, context, place, f"no answer within {rules.snapshot_timeout:g} s")
         case Effort.PAUSING:
             again = replace(context, place=place)
-            next_attempt = place.attempt + 1
             return try_snapshot(
-                turn, op.op, again, next_attempt, touched=place.touched, stuck_since=place.stuck_since
+                turn,
+                op.op,
+                again,
+                place.attempt + 1,
+                touched=place.touched,
+                least=place.least,
+                stuck_since=place.stuck_since,
             )
         case Effort.KILLING:
             turn.move(context, _stays(replace(place, touched=True)) if place.of else Lost(place.reason))

@@ -10,12 +10,25 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.effects import ReasonCode
 from coslice.core.events import EndedProcess
-from coslice.core.holdings import Context, Effort, Leaving, Live, Lost, Member, Returning, Saved, find, mib
+from coslice.core.holdings import (
+    Context,
+    Effort,
+    Leaving,
+    Live,
+    Lost,
+    Member,
+    Partly,
+    Returning,
+    Saved,
+    find,
+    mib,
+)
 from coslice.core.ids import JobId
 from coslice.core.node_returning import take_back
 from coslice.core.node_turn import NodeTurn, asked, count_eviction, lose
 from coslice.core.outcome import Rejected
 
+IN_PART = "some of it is in host memory"
 LOST_KEPT = 32
 """Reasons of that many lost jobs are remembered; the oldest go first."""
 ENDED_KEPT = 64
@@ -30,8 +43,10 @@ def on_registered(turn: NodeTurn, event: ev.MemberRegistered) -> None:
         bytes=event.bytes,
         need=event.need,
         parked=event.parked,
+        part=event.part,
+        divisible=event.divisible,
     )
-    where = "in host memory" if event.parked else "on the device"
+    where = "in host memory" if event.parked else "in part" if event.part else "on the device"
     what = f"with {mib(event.bytes)} {where}"
     context = find(turn.holdings, event.job)
     if context is None or _ends_with(turn, context, event):
@@ -54,7 +69,9 @@ def _begun(event: ev.MemberRegistered, member: Member) -> Context:
         job=event.job,
         incarnation=event.incarnation,
         members=(member,),
-        place=Saved(bytes=member.bytes) if member.parked else Live(),
+        place=Saved(bytes=member.bytes)
+        if member.parked
+        else Live(whole=not member.part, reason=IN_PART if member.part else ""),
         use=0 if member.parked else member.bytes,
     )
 
@@ -79,14 +96,17 @@ def settled(context: Context) -> Context:
     """Where the state is follows from where the processes say theirs is, unless it is being moved, or a move
     of it ended half-way."""
     place = context.place
-    if not isinstance(place, Live | Saved) or (isinstance(place, Live) and not place.sure):
+    if not isinstance(place, Live | Saved | Partly) or (isinstance(place, Live) and not place.sure):
         return context
     parked = [m.parked for m in context.members]
+    away = [m.parked or m.part for m in context.members]
     if all(parked):
         residual = place.residual if isinstance(place, Saved) else 0
         return replace(context, place=Saved(bytes=context.bytes, residual=residual), use=0)
-    if any(parked):
-        return replace(context, place=Live(whole=False, reason="some of its processes are in host memory"))
+    if isinstance(place, Partly) and all(away):
+        return context
+    if any(away):
+        return replace(context, place=Live(whole=False, reason=IN_PART))
     return context if isinstance(place, Live) else replace(context, place=Live(), use=context.bytes)
 
 
@@ -146,7 +166,7 @@ def _end(turn: NodeTurn, context: Context, reason: str) -> None:
             if place.effort is Effort.KILLING or not place.of:
                 lose(turn, context, place.reason, members=False)
                 return
-        case Saved() | Returning() | Live(whole=False):
+        case Saved() | Partly() | Returning() | Live(whole=False):
             turn.say(ReasonCode.LOST, f"the state of {context.job} is lost: {reason}")
         case Live():
             pass

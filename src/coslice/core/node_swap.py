@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from coslice.core import effects as fx
 from coslice.core.effects import ReasonCode
 from coslice.core.holdings import (
+    MIB,
     Context,
     Effort,
     Holdings,
@@ -17,11 +18,13 @@ from coslice.core.holdings import (
     Live,
     Lost,
     Operation,
+    Partly,
     Saved,
     find,
     fit_text,
     fits_beside,
     in_transit,
+    lacking,
     mib,
     need_of,
     others,
@@ -33,6 +36,9 @@ from coslice.core.holdings import (
 from coslice.core.node_leaving import try_snapshot
 from coslice.core.node_returning import try_restore
 from coslice.core.node_turn import NodeTurn, fail, pid_of
+
+SPARE_PERCENT = 6
+"""More than lacks is asked of a part that leaves: a snapshot counts when 95 % of its bytes are free."""
 
 
 def advance(turn: NodeTurn) -> None:
@@ -70,7 +76,8 @@ def _next_move(turn: NodeTurn, op: Operation) -> bool:
 
 
 def _must_return(context: Context) -> bool:
-    return isinstance(context.place, Saved) or (isinstance(context.place, Live) and not context.place.whole)
+    place = context.place
+    return isinstance(place, Saved | Partly) or (isinstance(place, Live) and not place.whole)
 
 
 def _to_evict(held: Holdings, op: Operation, need: int) -> Context | None:
@@ -86,10 +93,13 @@ def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> None:
     held = turn.holdings
     if isinstance(evictee.place, Lost):
         return _evict_lost(turn, op, evictee, evictee.place)
-    kept = saved_bytes(held)
-    if held.host_budget and kept + evictee.bytes > held.host_budget:
+    least = _part(held, op, evictee, need)
+    kept, leaving = saved_bytes(held), least or evictee.bytes
+    if isinstance(evictee.place, Partly) and not least:
+        leaving -= evictee.place.saved
+    if held.host_budget and kept + leaving > held.host_budget:
         text = (
-            f"no room in host memory for {mib(evictee.bytes)} of {evictee.job} beside {mib(kept)} saved: "
+            f"no room in host memory for {mib(leaving)} of {evictee.job} beside {mib(kept)} saved: "
             f"the budget is {mib(held.host_budget)}; give the agent a larger one"
         )
         return fail(turn, op, ReasonCode.NO_ROOM, text, culprit=op.job)
@@ -100,10 +110,28 @@ def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> None:
     )
     if not held.device_budget:
         why = "the size of the device is not known, so one job at a time"
-    turn.say(ReasonCode.EVICT, f"moving {evictee.job} out ({mib(evictee.bytes)}): {why}")
+    what = f"{mib(least)} of {mib(evictee.bytes)}" if least else mib(evictee.bytes)
+    turn.say(ReasonCode.EVICT, f"moving {evictee.job} out ({what}): {why}")
     place = evictee.place
-    assert isinstance(place, Live)
-    return try_snapshot(turn, op.op, evictee, 1, touched=not place.whole)
+    assert isinstance(place, Live | Partly)
+    touched = isinstance(place, Partly) or not place.whole
+    return try_snapshot(turn, op.op, evictee, 1, touched=touched, least=least)
+
+
+def _part(held: Holdings, op: Operation, evictee: Context, need: int) -> int:
+    """How many bytes of it are enough, with some to spare for what allocators keep; 0: all must go.
+
+    Once in an operation: if that was not enough, the rest goes too.
+    """
+    lack = lacking(held, op.job, need, others(held, op.job))
+    if not lack or not evictee.divisible or evictee.job in op.evicted:
+        return 0
+    place = evictee.place
+    if not isinstance(place, Partly) and place != Live():
+        return 0
+    least = lack + lack * SPARE_PERCENT // 100 + MIB
+    saved = place.saved if isinstance(place, Partly) else 0
+    return least if least < evictee.bytes - saved else 0
 
 
 def _evict_lost(turn: NodeTurn, op: Operation, evictee: Context, place: Lost) -> None:

@@ -63,8 +63,8 @@ def asked(holdings: Holdings) -> tuple[fx.NodeEffect, ...]:
     if moving is None or op is None or not moving.ready:
         return ()
     match moving.place:
-        case Leaving(effort=Effort.TRYING, attempt=attempt):
-            return (fx.RunSnapshot(op=op.op, job=moving.job, attempt=attempt),)
+        case Leaving(effort=Effort.TRYING, attempt=attempt, least=least):
+            return (fx.RunSnapshot(op=op.op, job=moving.job, attempt=attempt, least=least),)
         case Returning(effort=Effort.TRYING, attempt=attempt):
             return (fx.RunRestore(op=op.op, job=moving.job, attempt=attempt),)
         case _:

@@ -14,12 +14,14 @@ from coslice.core.group_state import (
     Held,
     Holder,
     HolderState,
+    JobRecord,
     LostSession,
     Occupancy,
     Resident,
     Swapping,
     missing,
 )
+from coslice.core.policy import policy_named
 from coslice.core.policy.base import Waiter
 
 
@@ -41,6 +43,9 @@ def restarted(group: Group, now: float) -> Group:
         occupancy=_restarted(group.occupancy, now),
         since=min(group.since, now),
         settle_by=None,
+        reserved=None,
+        policy=_known(group.policy),
+        jobs=tuple(_with_past(r, now) for r in group.jobs),
     )
     return replace(after, settle_by=now + group.rules.resettle) if missing(after) else after
 
@@ -85,6 +90,22 @@ def _restarted(occupancy: Occupancy, now: float) -> Occupancy:
 
 def _silent(holder: Holder) -> Holder:
     return replace(holder, confirm_by=None) if holder.state is HolderState.ACTIVE else holder
+
+
+def _known(policy: str) -> str:
+    """One that this version does not know is as if it had not been set."""
+    try:
+        return policy_named(policy).name and policy
+    except ValueError:
+        return ""
+
+
+def _with_past(record: JobRecord, now: float) -> JobRecord:
+    """The new clock may be far behind the old one: nothing that was can be later than now."""
+    past = record.past
+    if past.last_end is None:
+        return record
+    return replace(record, past=replace(past, last_end=min(past.last_end, now), away_since=None))
 
 
 def _not_later(waiter: Waiter, now: float) -> Waiter:

@@ -81,6 +81,9 @@ def describe(group: Group, now: float) -> list[str]:
             lines = _swapping(group, swap, now)
         case _:
             assert_never(group.occupancy)
+    if group.reserved is not None:
+        kept = group.reserved
+        lines.append(f"It is kept for {kept.job} for {_left(kept.until, now)} at most: {kept.reason}.")
     return [*lines, *_missing_nodes(group, now)]
 
 

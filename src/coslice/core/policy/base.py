@@ -58,6 +58,10 @@ class Reserve(Struct, frozen=True, kw_only=True):
     reason: str
 
 
+Memory = Mapping[JobId, Past]
+NOTHING: Memory = {}
+
+
 class Policy(Protocol):
     @property
     def name(self) -> str: ...
@@ -73,7 +77,7 @@ class Policy(Protocol):
         *,
         resident: JobId | None,
         now: float,
-        past: Mapping[JobId, Past] = ...,
+        past: Memory = ...,
     ) -> Choice | Reserve:
         """Choose one of ``waiters`` (never empty, in the order of the queue).
 

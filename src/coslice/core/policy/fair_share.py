@@ -9,8 +9,7 @@ nearly at once. ``weight/NAME`` sets one; 1 is the default.
 from collections.abc import Mapping, Sequence
 
 from coslice.core.ids import JobId
-from coslice.core.policy.base import Choice, Waiter, check_max_wait, overdue
-from coslice.core.policy.past import Past
+from coslice.core.policy.base import NOTHING, Choice, Memory, Waiter, check_max_wait, overdue
 
 
 class FairShare:
@@ -30,7 +29,7 @@ class FairShare:
         *,
         resident: JobId | None,
         now: float,
-        past: Mapping[JobId, Past] = {},
+        past: Memory = NOTHING,
     ) -> Choice:
         if (late := overdue(waiters, now=now, max_wait=self._max_wait)) is not None:
             return late

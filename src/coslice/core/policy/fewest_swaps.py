@@ -3,11 +3,10 @@
 Serving the resident job costs no copy; ``max_wait`` bounds what the others pay for that.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from coslice.core.ids import JobId
-from coslice.core.policy.base import Choice, Waiter, check_max_wait, overdue
-from coslice.core.policy.past import Past
+from coslice.core.policy.base import NOTHING, Choice, Memory, Waiter, check_max_wait, overdue
 
 
 class FewestSwaps:
@@ -23,7 +22,7 @@ class FewestSwaps:
         *,
         resident: JobId | None,
         now: float,
-        past: Mapping[JobId, Past] = {},
+        past: Memory = NOTHING,
     ) -> Choice:
         if (late := overdue(waiters, now=now, max_wait=self._max_wait)) is not None:
             return late

@@ -1,10 +1,9 @@
 """First come, first served. Nobody waits for more than one turn of each of the others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from coslice.core.ids import JobId
-from coslice.core.policy.base import Choice, Waiter
-from coslice.core.policy.past import Past
+from coslice.core.policy.base import NOTHING, Choice, Memory, Waiter
 
 
 class Fifo:
@@ -17,6 +16,6 @@ class Fifo:
         *,
         resident: JobId | None,
         now: float,
-        past: Mapping[JobId, Past] = {},
+        past: Memory = NOTHING,
     ) -> Choice:
         return Choice(waiters[0], f"first of {len(waiters)} in the queue")

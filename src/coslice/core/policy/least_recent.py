@@ -3,11 +3,10 @@
 Between two turns of a job every other that waits has one: nobody waits for more than one turn of each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from coslice.core.ids import JobId
-from coslice.core.policy.base import Choice, Waiter
-from coslice.core.policy.past import Past
+from coslice.core.policy.base import NOTHING, Choice, Memory, Waiter
 
 
 class LeastRecent:
@@ -20,7 +19,7 @@ class LeastRecent:
         *,
         resident: JobId | None,
         now: float,
-        past: Mapping[JobId, Past] = {},
+        past: Memory = NOTHING,
     ) -> Choice:
         def key(waiter: Waiter) -> float:
             mine = past.get(waiter.job)

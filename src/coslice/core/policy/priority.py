@@ -1,14 +1,13 @@
 """Classes of priority: the highest class first, within a class the oldest.
 
-``class/NAME`` puts a job in a class, any number; 0 is the default and higher goes first. A class never starves
-another: who has waited for ``max_wait`` goes first whatever its class.
+``class/NAME`` puts a job in a class, any number; 0 is the default and higher goes first. A class never
+starves another: who has waited for ``max_wait`` goes first whatever its class.
 """
 
 from collections.abc import Mapping, Sequence
 
 from coslice.core.ids import JobId
-from coslice.core.policy.base import Choice, Waiter, check_max_wait, overdue
-from coslice.core.policy.past import Past
+from coslice.core.policy.base import NOTHING, Choice, Memory, Waiter, check_max_wait, overdue
 
 
 class Priority:
@@ -25,7 +24,7 @@ class Priority:
         *,
         resident: JobId | None,
         now: float,
-        past: Mapping[JobId, Past] = {},
+        past: Memory = NOTHING,
     ) -> Choice:
         if (late := overdue(waiters, now=now, max_wait=self._max_wait)) is not None:
             return late

@@ -11,10 +11,10 @@ Expectations are running means of what was seen; while a job has no past nobody 
 has waited for ``max_wait`` goes first.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from coslice.core.ids import JobId
-from coslice.core.policy.base import Choice, Reserve, Waiter, check_max_wait, overdue
+from coslice.core.policy.base import NOTHING, Choice, Memory, Reserve, Waiter, check_max_wait, overdue
 from coslice.core.policy.past import Past
 
 LATE = 0.2
@@ -36,7 +36,7 @@ class Reservation:
         *,
         resident: JobId | None,
         now: float,
-        past: Mapping[JobId, Past] = {},
+        past: Memory = NOTHING,
     ) -> Choice | Reserve:
         if (late := overdue(waiters, now=now, max_wait=self._max_wait)) is not None:
             return late
@@ -64,7 +64,7 @@ class Reservation:
         waiters: Sequence[Waiter],
         *,
         now: float,
-        past: Mapping[JobId, Past],
+        past: Memory,
     ) -> Reserve | None:
         present = {w.job for w in waiters}
         best: Reserve | None = None
@@ -94,7 +94,7 @@ def _seen(past: Past | None, phase: str) -> tuple[float, float] | None:
 
 
 def _expected(
-    past: Mapping[JobId, Past], present: set[JobId], now: float
+    past: Memory, present: set[JobId], now: float
 ) -> Iterator[tuple[JobId, float, float, float, float]]:
     """Jobs that are away and not late: (job, due, lapses, turn, period)."""
     for job, mine in past.items():

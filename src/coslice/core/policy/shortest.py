@@ -5,11 +5,10 @@ short, so that it is seen soon. Nobody who waits is passed by a newcomer once it
 ÷ ``ageing``, nor by anybody once it has waited for ``max_wait``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from coslice.core.ids import JobId
-from coslice.core.policy.base import Choice, Waiter, check_max_wait, overdue
-from coslice.core.policy.past import Past
+from coslice.core.policy.base import NOTHING, Choice, Memory, Waiter, check_max_wait, overdue
 
 
 class Shortest:
@@ -27,7 +26,7 @@ class Shortest:
         *,
         resident: JobId | None,
         now: float,
-        past: Mapping[JobId, Past] = {},
+        past: Memory = NOTHING,
     ) -> Choice:
         if (late := overdue(waiters, now=now, max_wait=self._max_wait)) is not None:
             return late
