@@ -10,12 +10,10 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from coslice.plan.batch import Table
-from coslice.plan.judge import judge
+from coslice.plan.judge import judge_fully
 
 LIMIT = 10
 """Units up to which it is exact: 1,023 sets, 115,975 partitions."""
-ROUNDS = 40.0
-STARTS = 4
 _LOAD = 1.02
 """The work bound holds for long runs; a little above it the prediction decides."""
 
@@ -39,7 +37,7 @@ def allowed_sets(
     ]
     failed: dict[tuple[int, ...], list[float]] = {}
     if asked:
-        verdicts = judge(table, asked, rounds=ROUNDS, starts=STARTS)
+        verdicts = judge_fully(table, asked)
         for row, members in enumerate(asked):
             if verdicts.ok[row]:
                 sets[members] = float(verdicts.held[row])

@@ -15,6 +15,10 @@ _GOLDEN = 0.6180339887498949
 _CHUNK = 4096
 _STEP = 1.5
 """Groups whose turns differ by up to 2 to this power are played together."""
+_ROUNDS, _STARTS, _MOST = 40.0, 4, 4000
+_MANY = 128
+_MANY_ROUNDS, _MANY_STARTS, _MANY_MOST = 30.0, 3, 400
+"""How every group of a plan is judged in the end: of few units, and of more than ``_MANY``."""
 MARGIN = 1.0
 """Slowdowns are compared with bound × this."""
 
@@ -33,6 +37,13 @@ class Verdicts:
         self.swap: Floats = np.zeros(groups)
         self.slowdown: Floats = np.zeros((groups, width))
         """The worst over the starts."""
+
+
+def judge_fully(table: Table, groups: Sequence[Sequence[int]]) -> Verdicts:
+    """The verdict that a plan rests on. The same for a group whenever it is asked for."""
+    if len(table.units) > _MANY:
+        return judge(table, groups, rounds=_MANY_ROUNDS, starts=_MANY_STARTS, most=_MANY_MOST)
+    return judge(table, groups, rounds=_ROUNDS, starts=_STARTS, most=_MOST)
 
 
 def judge(
@@ -81,6 +92,6 @@ def _batches(table: Table, padded: Ints, rounds: float, most: int) -> list[tuple
     found = []
     for value in np.unique(kind):
         rows = np.nonzero(kind == value)[0]
-        turns = int(max(8, needed[rows].max()))
+        turns = min(most, int(2.0 ** (_STEP * (value // 2))))  # of the group alone, whoever is judged with it
         found += [(rows[first : first + _CHUNK], turns) for first in range(0, len(rows), _CHUNK)]
     return found

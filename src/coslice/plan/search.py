@@ -14,14 +14,13 @@ import rustworkx
 from msgspec import Struct
 
 from coslice.plan.batch import Floats, Ints, Table
-from coslice.plan.judge import judge
+from coslice.plan.judge import judge, judge_fully
 
 BLOCK = 400
 """Groups matched at once: the time grows with more than the square, and partners have similar periods."""
 SPAN = 128
 """Neighbours, by period, among which a unit's candidates are sought."""
 _ROUNDS, _STARTS, _MOST = 12.0, 1, 96
-_FINAL_ROUNDS, _FINAL_STARTS, _FINAL_MOST = 30.0, 3, 400
 _TRIES = 256
 
 Members = tuple[int, ...]
@@ -234,7 +233,7 @@ def _verify(table: Table, found: Searched) -> None:
     groups = [group for group in found.groups if len(group) > 1]
     if not groups:
         return
-    verdicts = judge(table, groups, rounds=_FINAL_ROUNDS, starts=_FINAL_STARTS, most=_FINAL_MOST)
+    verdicts = judge_fully(table, groups)
     failed: list[Members] = []
     for row, group in enumerate(groups):
         if verdicts.ok[row]:
@@ -255,7 +254,7 @@ def _less(table: Table, found: Searched, group: Members) -> list[Members]:
     if len(group) == 2:
         return singles
     parts = [group[:k] + group[k + 1 :] for k in range(len(group))]
-    verdicts = judge(table, parts, rounds=_FINAL_ROUNDS, starts=_FINAL_STARTS, most=_FINAL_MOST)
+    verdicts = judge_fully(table, parts)
     fine = [k for k in range(len(parts)) if verdicts.ok[k]]
     if not fine:
         return singles
@@ -281,7 +280,7 @@ def _local(
             dict.fromkeys(group for _, after in tries for group in after if group not in found.held)
         )
         if wanted:
-            verdicts = judge(table, wanted, rounds=_FINAL_ROUNDS, starts=_FINAL_STARTS, most=_FINAL_MOST)
+            verdicts = judge_fully(table, wanted)
             for row, group in enumerate(wanted):
                 found.held[group] = float(verdicts.held[row]) if verdicts.ok[row] else -np.inf
 

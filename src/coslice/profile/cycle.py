@@ -30,10 +30,17 @@ class Cycle(Struct, frozen=True):
     turns: tuple[Turn, ...]
     make: float = 0.0
     """Buffered pools: seconds that the producer needs for this cycle's batch; see ``Batches``."""
+    wait: float = 0.0
+    """Buffered pools: what of that the job, alone, waits for."""
 
     @property
     def on(self) -> float:
         return sum(turn.on for turn in self.turns)
+
+    @property
+    def alone(self) -> float:
+        """Seconds of the whole cycle without others, after the start-up."""
+        return self.wait + sum(turn.off + turn.on for turn in self.turns)
 
 
 def cycles(pool: Pool, count: int, *, seed: int = 0) -> list[Cycle]:
@@ -53,7 +60,7 @@ def cycles(pool: Pool, count: int, *, seed: int = 0) -> list[Cycle]:
         # the cycle before it ran (for the first one: the last of the record, which goes round).
         before = _length(shapes[index - 1]) - shapes[index - 1][1] if count > 1 else _length(shapes[0]) - wait
         ahead = wait / (1.0 - staleness) if staleness < 1.0 else float("inf")
-        made.append(Cycle(turns, min(before + wait, ahead)))
+        made.append(Cycle(turns, min(before + wait, ahead), wait))
     return made
 
 

@@ -1,0 +1,166 @@
+"""Which sets of units are best. Small classes exactly, large ones by search; what is alone stays alone."""
+
+from collections.abc import Sequence
+
+from coslice.plan import rules
+from coslice.plan.batch import Table
+from coslice.plan.cluster import Cluster
+from coslice.plan.exact import LIMIT, Sets, allowed_sets, best_partition
+from coslice.plan.search import Members, Searched, search
+from coslice.plan.units import Unit
+
+TOLD = 64
+"""Up to so many units, the reason of every pair that cannot share is told."""
+_MOST_TOLD = 1000
+
+
+class Grouping:
+    """Which sets of units are best; the units fall into classes that cannot share with each other anyway."""
+
+    def __init__(
+        self,
+        table: Table,
+        cluster: Cluster,
+        max_jobs: int,
+        share: set[str],
+        seed: int,
+        began: float,
+        budget: float | None,
+    ) -> None:
+        self.table, self.units, self.cluster, self.max_jobs = table, table.units, cluster, max_jobs
+        self.share, self.seed, self.began = share, seed, began
+        self.budget = budget if budget is not None else 0.3 + len(self.units) / 2000
+        names = {name: number for number, name in enumerate(dict.fromkeys(unit.job for unit in self.units))}
+        self.jobs = [names[unit.job] for unit in self.units]
+        self.failed: dict[Members, tuple[float, ...]] = {}
+        self.notes: list[str] = []
+
+    def run(self) -> tuple[list[Members], str]:
+        fit, alone = [], []
+        for number, unit in enumerate(self.units):
+            if why := rules.unfit(unit, self.cluster):
+                self.notes.append(f"{unit.label} {why}")
+                alone.append(number)
+            elif self.share and unit.pool not in self.share:
+                alone.append(number)
+            else:
+                fit.append(number)
+        small: list[list[int]] = []
+        large: list[list[int]] = []
+        for members in self._classes(fit):
+            (small if len(members) <= LIMIT else large).append(members)
+        price = self._price([(unit,) for unit in fit], {})
+        groups: list[Members] = []
+        method = "exact"
+        if large:
+            found = self._large(large, price)
+            groups += found.groups
+            self.failed.update(found.refused)
+            method = f"searched: {found.edges} mergers predicted, {found.moves} moves improved it"
+        groups += self._small(small, price)
+        return sorted(groups + [(unit,) for unit in alone]), method
+
+    def _classes(self, fit: Sequence[int]) -> list[list[int]]:
+        if len(fit) <= LIMIT:
+            return [list(fit)] if fit else []
+        classes: dict[tuple[int, int], list[int]] = {}
+        for number in fit:
+            unit = self.units[number]
+            classes.setdefault((unit.accelerators, unit.nodes), []).append(number)
+        # Units of unknown size may go anywhere: with the largest class of their number of nodes.
+        for key in [key for key in classes if not key[0]]:
+            others = [other for other in classes if other[0] and other[1] == key[1]]
+            if others:
+                home = max(others, key=lambda other: len(classes[other]))
+                classes[home] = sorted(classes[home] + classes.pop(key))
+        return list(classes.values())
+
+    def _may(self, members: Sequence[int]) -> bool:
+        units = [self.units[number] for number in members]
+        if not rules.fits_host(units, self.cluster):
+            return False
+        return not any(
+            rules.never(one, other, self.cluster) for k, one in enumerate(units) for other in units[k + 1 :]
+        )
+
+    def _may_in_class(self, members: Members) -> bool:
+        """The same among units whose sizes agree: what is left to ask, quickly."""
+        if len({self.jobs[number] for number in members}) < len(members):
+            return False
+        return not self.cluster.host_memory or rules.fits_host([self.units[n] for n in members], self.cluster)
+
+    def _small(self, classes: Sequence[list[int]], price: float) -> list[Members]:
+        known: list[tuple[list[int], Sets]] = []
+        for members in classes:
+            sets, failed = allowed_sets(self.table, members, may=self._may, max_jobs=self.max_jobs)
+            self.failed.update({pair: tuple(values) for pair, values in failed.items() if len(pair) == 2})
+            known.append((members, sets))
+        groups: list[Members] = []
+        for _ in range(8):  # the price settles in two or three
+            groups, held = [], {}
+            for members, sets in known:
+                worth = {group: value - price * self._weight(group) for group, value in sets.items()}
+                best = best_partition(worth, members)
+                groups += best
+                held.update({group: sets[group] for group in best})
+            before, price = price, self._price(groups, held)
+            if price <= before + 1e-9:
+                break
+        return groups
+
+    def _large(self, classes: Sequence[list[int]], price: float) -> Searched:
+        return search(
+            self.table,
+            classes,
+            may=self._may_in_class,
+            max_jobs=self.max_jobs,
+            price=price,
+            deadline=self.began + self.budget,
+            seed=self.seed,
+        )
+
+    def _weight(self, group: Members) -> float:
+        return max(float(self.table.weight[unit]) for unit in group)
+
+    def _price(self, groups: Sequence[Members], held: dict[Members, float]) -> float:
+        """What an accelerator computes on average, now."""
+        total = sum(map(self._weight, groups))
+        done = sum(
+            held.get(group, sum(float(self.table.weight[u] * self.table.duty[u]) for u in group))
+            for group in groups
+        )
+        return done / total if total else 0.0
+
+    def refused(self) -> dict[str, str]:
+        """Why pairs cannot share, in words."""
+        told: dict[str, str] = {}
+        if len(self.units) <= TOLD:
+            pairs = [(a, b) for b in range(len(self.units)) for a in range(b)]
+        else:
+            pairs = [(group[0], group[1]) for group in self.failed if len(group) == 2]
+            if len(pairs) > _MOST_TOLD:
+                self.notes.append(
+                    f"{len(pairs)} pairs were predicted and refused; {_MOST_TOLD} of them are told"
+                )
+                pairs = pairs[:_MOST_TOLD]
+        for a, b in pairs:
+            one, other = self.units[a], self.units[b]
+            if self.share and not {one.pool, other.pool} <= self.share:
+                continue
+            why = (
+                rules.unfit(one, self.cluster)
+                or rules.unfit(other, self.cluster)
+                or rules.never(one, other, self.cluster)
+                or rules.too_much(one, other)
+            )
+            if not why and (slow := self.failed.get((a, b))) is not None:
+                why = rules.too_slow(one, other, slow)
+            if why:
+                told[f"{_name(one, self.units)} + {_name(other, self.units)}"] = why
+        return told
+
+
+def _name(unit: Unit, units: Sequence[Unit]) -> str:
+    """The job's name, with its pool where it has several."""
+    several = len(units) <= TOLD and sum(other.job == unit.job for other in units) > 1
+    return unit.label if several else unit.job
