@@ -7,6 +7,7 @@
  *   log      one line for every call of the checkpoint API
  *   xid      lines "DEVICE CODE": Xid events, appended by tests
  *   release  while it exists, calls that hang return
+ *   idle     while it exists, work on the devices (cuFakeWork) ends
  *
  * One process of the node = one slot. Its device memory is real memory of that process; a thread in it (the
  * "restore thread") does the copying, so a stopped process hangs its caller, as with the real driver.

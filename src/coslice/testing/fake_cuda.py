@@ -77,6 +77,8 @@ class Slot:
 
     pid: int
     state: str
+    working: bool
+    """One of its calls is in the driver now."""
     poisoned: bool
     bytes: tuple[int, ...]
     """On each device now."""
@@ -142,6 +144,10 @@ class FakeNode:
         """Let go whatever hangs, now and later."""
         (self.folder / "release").touch()
 
+    def idle(self) -> None:
+        """Let all work on the devices end, now and later."""
+        (self.folder / "idle").touch()
+
     def xid(self, device: int, code: int) -> None:
         with (self.folder / "xid").open("a") as file:
             file.write(f"{device} {code}\n")
@@ -166,7 +172,7 @@ class FakeNode:
             pid, state, poisoned = fields[0], fields[3], fields[6]
             if pid:
                 on_device = fields[12 + _DEVICES : 12 + 2 * _DEVICES]
-                found[pid] = Slot(pid, STATES[state], bool(poisoned), tuple(on_device))
+                found[pid] = Slot(pid, STATES[state], fields[5] > 0, bool(poisoned), tuple(on_device))
         return found
 
     @property

@@ -1,8 +1,8 @@
 """A small GPU program for tests: fills device memory and checks its bytes. Run it by its path.
 
 Uses ``libcuda.so.1`` alone (the real one or the fake), so it starts at once. Says what it does as JSON lines;
-commands come on stdin: ``check`` (are all bytes as written?), ``fill N``, ``work MS`` (fake driver only),
-``alloc BYTES``, ``end``. ``--children N`` starts that many programs like itself, as ranks of one job.
+commands come on stdin: ``check`` (are all bytes as written?), ``fill N``, ``work`` (fake driver only: be busy
+on the device until the node is told to be idle), ``alloc BYTES``, ``end``. ``--children N`` starts that many programs like itself, as ranks of one job.
 """
 
 import argparse
@@ -61,8 +61,8 @@ class Device:
                 return False
         return True
 
-    def work(self, ms: int) -> None:
-        self._call("cuFakeWork", ctypes.c_long(ms))
+    def work(self) -> None:
+        self._call("cuFakeWork")
 
     def _chunks(self) -> list[tuple[int, int, int]]:
         return [
@@ -113,8 +113,7 @@ def main() -> None:
             device.allocate(int(value))
             say(event="allocated", pid=os.getpid())
         elif word == "work":
-            say(event="working", pid=os.getpid())
-            device.work(int(value))
+            device.work()
             say(event="worked", pid=os.getpid())
     return None
 

@@ -75,6 +75,10 @@ class CudaBackend(Defaults):
         entry = self._entry(members)
         return entry is not None and entry.phase != "locking"
 
+    def out_of_reach(self, pid: int) -> bool:
+        """Does a driver call for it still hang?"""
+        return self._calls.hanging(pid)
+
     # ── life ───────────────────────────────────────────────────────────────
 
     async def start(self) -> None:

@@ -1,0 +1,211 @@
+"""The cuda backend on a fake node: real helpers, real bindings, jobs that check their device memory."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coslice.agent.backends import cuda
+from coslice.agent.backends.base import NodeContext
+from coslice.agent.buffers import HostBuffers
+from coslice.agent.config import AgentConfig
+from coslice.agent.discovery.surveyor import Surveyor
+from coslice.agent.host import AnonymousMemory
+from coslice.agent.members import Member, member_id
+from coslice.agent.processes import start_time
+from coslice.core.ids import GroupId, Incarnation, JobId, NodeId
+from coslice.store import make_store
+from coslice.testing import gpu_job
+from coslice.testing.fake_cuda import CannotBuild, FakeNode, build
+
+MIB = 1 << 20
+PATIENCE = 30.0
+CONTEXT = 1 << 20
+"""What a context takes on the fake device, beside the job's own bytes."""
+
+
+def libraries(factory: pytest.TempPathFactory) -> Path:
+    """The fakes, built once a test session; skips where they cannot be built."""
+    try:
+        import cuda.bindings  # noqa: F401
+        import pynvml  # noqa: F401
+    except ImportError as error:
+        pytest.skip(f"coslice[cuda] is not installed: {error}")
+    try:
+        return build(factory.getbasetemp().parent / "coslice-fakes")
+    except CannotBuild as error:
+        pytest.skip(str(error))
+
+
+class Rank:
+    """One process on the fake device."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.encode() + b"\n")
+
+    async def until(self, event: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                line = await self.process.stdout.readline()
+                assert line, f"the process ended before it said {event}"
+                said: dict[str, Any] = json.loads(line)
+                if said["event"] == event:
+                    return said
+
+    async def intact(self) -> bool:
+        self.tell("check")
+        return bool((await self.until("checked"))["ok"])
+
+    async def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+
+class Job:
+    def __init__(self, members: list[Member], ranks: list[Rank]) -> None:
+        self.members, self.ranks = members, ranks
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.pid for rank in self.ranks]
+
+    async def intact(self) -> bool:
+        return all([await rank.intact() for rank in self.ranks])
+
+
+class CudaWorld:
+    def __init__(self, node: FakeNode, folder: Path) -> None:
+        self.node, self.folder = node, folder
+        self.surveyor = Surveyor()
+        self.ranks: list[Rank] = []
+        self.members: list[Member] = []
+        self.backends: list[cuda.CudaBackend] = []
+        self.backend: cuda.CudaBackend
+
+    async def start(self, settings: Mapping[str, object] | None = None, **config: Any) -> cuda.CudaBackend:
+        """A backend on the state of the last one, as after a restart of the agent."""
+        if self.backends:
+            await self.stop_backend()
+        values: dict[str, Any] = {
+            "node": NodeId("node-0"),
+            "state_dir": str(self.folder / "state"),
+            "runtime_dir": str(self.folder / "run"),
+            "host_budget": 1 << 40,
+            "move_timeout": 20.0,
+        }
+        self.store = make_store(self.folder / "agent.sqlite", flush=False)
+        context = NodeContext(
+            config=AgentConfig(**{**values, **config}),
+            buffers=HostBuffers(1 << 40),
+            surveyor=self.surveyor,
+            store=self.store,
+            found=await self.store.load(),
+        )
+        chosen = {"margin": 0, "calls": "bindings", "lock_timeout": 10, **(settings or {})}
+        self.backend = cuda.make(context, chosen)
+        self.backends.append(self.backend)
+        await self.backend.start()
+        return self.backend
+
+    async def stop_backend(self) -> None:
+        await self.backend.close()
+        await self.store.close()
+
+    async def rank(
+        self, *flags: str, size: int = 4 * MIB, device: int = 0, env: dict[str, str] | None = None
+    ) -> Rank:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            gpu_job.__file__,
+            *("--bytes", str(size), "--device", str(device), *flags),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**self.node.environment(), **(env or {})},
+        )
+        rank = Rank(process)
+        self.ranks.append(rank)
+        return rank
+
+    async def job(
+        self,
+        name: str = "a",
+        *,
+        ranks: int = 1,
+        size: int = 4 * MIB,
+        flags: tuple[str, ...] = (),
+        **more: Any,
+    ) -> Job:
+        started = [await self.rank(*flags, size=size, **more) for _ in range(ranks)]
+        for rank in started:
+            await rank.until("ready")
+        return Job([self.member(name, rank.pid) for rank in started], started)
+
+    def member(self, job: str, pid: int) -> Member:
+        started = start_time(pid)
+        assert started is not None
+        incarnation = Incarnation(f"{job}-1")
+        member = Member(
+            id=member_id(JobId(job), incarnation, pid, started),
+            job=JobId(job),
+            incarnation=incarnation,
+            group=GroupId("train"),
+            pid=pid,
+            started=started,
+            memory=AnonymousMemory(pid),
+            device="cuda",
+            backend="cuda",
+        )
+        self.members.append(member)
+        return member
+
+    def state(self, pid: int) -> str:
+        return self.node.slots()[pid].state
+
+    async def until_working(self, pid: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not self.node.slots()[pid].working:  # noqa: ASYNC110 (shared memory tells nobody)
+                await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        self.node.release()
+        self.node.idle()
+        self.node.heal()
+        for rank in self.ranks:
+            await rank.kill()
+        await self.backend.close()
+        await self.surveyor.close()
+        for member in self.members:
+            member.close()
+        await self.store.close()
+
+
+@asynccontextmanager
+async def cuda_world(
+    folder: Path, libraries: Path, patch: pytest.MonkeyPatch, **config: object
+) -> AsyncIterator[CudaWorld]:
+    node = FakeNode(folder / "node", libraries=libraries, **{"context_bytes": CONTEXT, **config})
+    for key, value in node.environment().items():
+        if os.environ.get(key) != value:
+            patch.setenv(key, value)
+    world = CudaWorld(node, folder)
+    await world.start()
+    try:
+        yield world
+    finally:
+        await world.stop()
