@@ -40,7 +40,7 @@ def sources() -> Path:
 
 
 def build(folder: Path) -> Path:
-    """Compile the fakes into ``folder``, if they are not there yet; raises ``CannotBuild``."""
+    """Compile the fakes into ``folder``, unless they are there and up to date; raises ``CannotBuild``."""
     compiler, code = shutil.which("gcc"), sources()
     if compiler is None:
         raise CannotBuild("the fake driver is built with gcc, which is not installed")
@@ -55,7 +55,8 @@ def build(folder: Path) -> Path:
 
 
 def _compile(command: list[str], target: Path) -> None:
-    if target.exists():
+    newest = max(source.stat().st_mtime for source in sources().glob("*.[ch]"))
+    if target.exists() and target.stat().st_mtime > newest:
         return
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:  # several may build at once
         made = Path(scratch) / target.name

@@ -1,8 +1,9 @@
 """A small GPU program for tests: fills device memory and checks its bytes. Run it by its path.
 
 Uses ``libcuda.so.1`` alone (the real one or the fake), so it starts at once. Says what it does as JSON lines;
-commands come on stdin: ``check`` (are all bytes as written?), ``fill N``, ``work`` (fake driver only: be busy
-on the device until the node is told to be idle), ``alloc BYTES``, ``end``. ``--children N`` starts that many programs like itself, as ranks of one job.
+commands come on stdin: ``check`` (are all bytes as written?), ``fill N``, ``alloc BYTES``, ``end``, and with
+the fake driver ``work`` (be busy on the device until the node is told to be idle). ``--children N`` starts
+that many programs like itself, as ranks of one job.
 """
 
 import argparse
