@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from coslice.cli import simulate_commands
+from coslice.cli.plan import plan
 from coslice.cli.profile import profile
 from coslice.errors import ConfigError, CosliceError
 
@@ -31,6 +32,7 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command()(profile)
+app.command()(plan)
 
 Orchestrator = Annotated[
     str,

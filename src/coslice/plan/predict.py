@@ -29,8 +29,24 @@ class Prediction(Struct, frozen=True, kw_only=True):
     """Who had the turns, at the end: one cycle of the longest."""
 
 
-def predict(units: Sequence[Unit], *, turns: int = 2000, starts: Sequence[float] = ()) -> Prediction:
-    """Play ``turns`` turns of the group. ``starts``: when each unit begins; all at 0 if empty."""
+class Played(Struct, frozen=True):
+    """One turn as it went: the swap before it, if any, took ``swap`` seconds up to ``start``."""
+
+    unit: int
+    start: float
+    end: float
+    swap: float
+
+
+def predict(
+    units: Sequence[Unit],
+    *,
+    turns: int = 2000,
+    starts: Sequence[float] = (),
+    record: list[Played] | None = None,
+) -> Prediction:
+    """Play ``turns`` turns of the group. ``starts``: when each unit begins; all at 0 if empty. ``record``
+    gets every turn."""
     plays = [_Play(unit, starts[number] if starts else 0.0) for number, unit in enumerate(units)]
     free, owner, swaps, moving = 0.0, -1, 0, 0.0
     order: list[int] = []
@@ -47,7 +63,10 @@ def predict(units: Sequence[Unit], *, turns: int = 2000, starts: Sequence[float]
             cost = units[owner].out_s + units[number].in_s
             swaps, moving = swaps + 1, moving + cost
         owner = number
-        free = play.take(max(free, play.ready) + cost)
+        start = max(free, play.ready) + cost
+        free = play.take(start)
+        if record is not None:
+            record.append(Played(number, start, free, cost))
         order.append(number)
     span = free - begin
     held = tuple(play.busy / span if span > 0 else 0.0 for play in plays)

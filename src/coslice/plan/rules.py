@@ -59,8 +59,8 @@ def too_much(one: Unit, other: Unit) -> str:
         return ""
     total = one.duty + other.duty
     return (
-        f"together they compute {total:.2f} of the time: one of them is slowed down at least "
-        f"{total:.2f} x, and the bound is {max(one.max_slowdown, other.max_slowdown):.2f}"
+        f"together they would compute {total:.1%} of the time: that slows them down {total:.3f} x on average, "
+        f"and the bound is {max(one.max_slowdown, other.max_slowdown):.2f}"
     )
 
 

@@ -1,0 +1,121 @@
+"""``coslice plan``: which jobs should share which accelerators, and what it costs each of them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coslice.cli.profile import write
+from coslice.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coslice.profile.model import Profile
+
+
+def plan(
+    profiles: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PROFILE…", help="Profiles, folders of profiles, or any file that coslice profile reads."
+        ),
+    ],
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Nodes, GPUs, memory, swaps. Default: as many nodes as it takes."),
+    ] = None,
+    max_slowdown: Annotated[
+        float, typer.Option(metavar="X", help="No job may take more than X times its time alone.")
+    ] = 1.10,
+    swap_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, metavar="S", help="Seconds for one change of hands. Default: the cluster's, or 10."
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, metavar="S", help="Seconds to improve the plan of many jobs; any time it is sound."
+        ),
+    ] = None,
+    max_jobs: Annotated[int, typer.Option(min=1, metavar="N", help="At most so many jobs a group.")] = 8,
+    share: Annotated[
+        list[str] | None,
+        typer.Option(metavar="POOL", help="Only these pools share, such as trainer; repeat. Default: all."),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON; - prints it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the groups file for coslice up --groups.")
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the turns: FILE.svg, or FILE.html with the words."),
+    ] = None,
+) -> None:
+    """Which jobs should share which accelerators, in which order, and why others should not.
+
+    Every group that it proposes was played through: its jobs' turns one after the other, first come first
+    served, with swaps, from several starts. A job's slowdown is its step time there ÷ its step time alone.
+
+      coslice plan profiles/ --max-slowdown 1.10 --out groups.toml --picture plan.html
+      coslice plan math.json code.json --swap-s 3 --json plan.json
+      coslice up --groups groups.toml
+    """
+    try:
+        from coslice.plan.planner import plan as make_plan
+        from coslice.plan.planner import units_of
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"coslice plan needs {error.name}: pip install 'coslice[plan]'") from None
+    from rich.console import Console
+    from rich.markup import escape
+
+    from coslice.plan.cluster import load_cluster
+    from coslice.plan.explain import explain
+    from coslice.plan.groupsfile import format_groups
+    from coslice.plan.picture import page, svg
+
+    if picture is not None and picture.suffix not in (".svg", ".html"):
+        raise ConfigError(f"--picture {picture}: its name ends in .svg or .html")
+    where = load_cluster(cluster, swap_s=swap_s)
+    found = _read(profiles)
+    made = make_plan(
+        found,
+        cluster=where,
+        max_slowdown=max_slowdown,
+        budget=budget,
+        max_jobs=max_jobs,
+        share=tuple(share or ()),
+    )
+    import msgspec
+
+    if json is not None:
+        data = msgspec.json.format(msgspec.json.encode(made), indent=1)
+        if str(json) == "-":
+            print(data.decode())
+        else:
+            write(json, data + b"\n")
+    if json is None or str(json) != "-":
+        Console(highlight=False, soft_wrap=True).print(escape(explain(made)))
+    if out is not None:
+        write(out, format_groups(made).encode())
+    if picture is not None:
+        units = units_of(found, where, max_slowdown)
+        draw = page if picture.suffix == ".html" else svg
+        write(picture, draw(made, units).encode())
+
+
+def _read(paths: list[Path]) -> "list[Profile]":
+    from coslice.profile.read import read_all
+
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        inside = sorted(file for file in path.iterdir() if file.suffix == ".json")
+        if not inside:
+            raise ConfigError(f"{path}: no profile (.json) in this folder; coslice profile --out writes them")
+        files += inside
+    return read_all(files)
