@@ -14,6 +14,7 @@
     │   ├── JobFaulted         the job's state could not be moved; register again
     │   ├── LockOrder          groups must be taken in their global order
     │   ├── LimitReached       a configured limit
+    │   ├── Denied             the caller has not shown that it may: token, ticket or role
     │   ├── NodeLost           a node of the group is missing
     │   └── NoRoom             device or host memory does not suffice
     ├── LeaseError
@@ -82,6 +83,10 @@ class LockOrder(Refused):
 
 
 class LimitReached(Refused):
+    pass
+
+
+class Denied(Refused):
     pass
 
 

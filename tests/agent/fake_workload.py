@@ -75,7 +75,7 @@ class Workload:
             job=self.options.job,
             incarnation=self.options.incarnation,
             group=self.options.group,
-            pid=os.getpid(),
+            pid=self.options.pid or os.getpid(),
             start_time=self.options.start_time or int(stat[stat.rindex(")") + 2 :].split()[19]),
             rank=self.options.rank,
             state_bytes=self.size,
@@ -88,14 +88,29 @@ class Workload:
 
     def serve(self) -> None:
         outgoing: queue.SimpleQueue[pb.WorkloadMessage | None] = queue.SimpleQueue()
-        outgoing.put(pb.WorkloadMessage(register=self.register()))
         self.outgoing = outgoing
         with grpc.insecure_channel(self.options.agent, [("grpc.max_reconnect_backoff_ms", 200)]) as channel:
             grpc.channel_ready_future(channel).result(timeout=30)
-            self.call = rpc.AgentStub(channel).Channel(iter(outgoing.get, None))
+            stub = rpc.AgentStub(channel)
+            register = self.register()
+            if not self.options.ticket:
+                register.ticket = self.ticket(
+                    stub.GetNodeStatus(pb.GetNodeStatusRequest(), timeout=30).socket
+                )
+            elif self.options.ticket != "none":
+                register.ticket = self.options.ticket
+            outgoing.put(pb.WorkloadMessage(register=register))
+            self.call = stub.Channel(iter(outgoing.get, None))
             for command in self.call:
                 self.hear(command)
         outgoing.put(None)
+
+    def ticket(self, path: str) -> str:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+            connection.sendall(b'{"ticket": true}\n')
+            answer = json.loads(connection.recv(65536))
+        return str(answer.get("ticket", ""))
 
     def hear(self, command: pb.WorkloadCommand) -> None:
         kind = command.WhichOneof("kind")
@@ -201,6 +216,8 @@ if __name__ == "__main__":
     parser.add_argument("--incarnation", default="run-1")
     parser.add_argument("--bytes", type=int, default=64 * MIB)
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--ticket", default="")
+    parser.add_argument("--pid", type=int, default=0)
     parser.add_argument("--start-time", type=int, default=0)
     parser.add_argument("--device", default="host")
     parser.add_argument("--need", type=int, default=0)

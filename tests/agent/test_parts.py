@@ -21,6 +21,7 @@ from coslice.agent.host import PAGE, AnonymousMemory, Gone, counter_error
 from coslice.agent.members import Member
 from coslice.agent.processes import Process
 from coslice.agent.sampler import OVER, UsageSampler
+from coslice.agent.tickets import Tickets
 from coslice.core.ids import GroupId, Incarnation, JobId, MemberId
 
 MIB = 1 << 20
@@ -170,7 +171,10 @@ async def test_only_the_registered_process_with_its_token_gets_a_buffer(tmp_path
     buffers = HostBuffers(10 * MIB)
     path = tmp_path / "b.sock"
     server = BufferServer(
-        path, buffers, lambda token, pid: Owner() if (token, pid) == ("secret", os.getpid()) else None
+        path,
+        buffers,
+        lambda token, pid: Owner() if (token, pid) == ("secret", os.getpid()) else None,
+        Tickets(uid=os.getuid()),
     )
     await server.start()
     assert path.stat().st_mode & 0o777 == 0o600

@@ -28,7 +28,7 @@ async def test_a_malformed_name_is_refused(node: Node) -> None:
 async def test_a_pid_with_another_start_time_is_refused(node: Node) -> None:
     await node.start()
     said = await refusal(node, "job-a", "--start-time", "1")
-    assert said["code"] == "INVALID"
+    assert said["code"] == "DENIED"
     assert "start time 1" in said["message"]
 
 

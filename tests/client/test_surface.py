@@ -7,10 +7,10 @@ import pytest
 import coslice
 
 PUBLIC = """
-AcquireTimeout AsyncClient Client ConfigError CosliceError Grant GroupEmpty GroupGone GroupStatus JobFaulted
-JobRunning Lease LeaseError LeaseLost LimitReached LockOrder NoRoom NodeLost NotHeld OperationFailed
-OrchestratorUnreachable Refused StaleLease StateBusy StateError StateLost StateOffloaded Status UnknownGroup
-Waiter connect workload
+AcquireTimeout AsyncClient Client ConfigError CosliceError Denied Grant GroupEmpty GroupGone GroupStatus
+JobFaulted JobRunning Lease LeaseError LeaseLost LimitReached LockOrder NoRoom NodeLost NotHeld
+OperationFailed OrchestratorUnreachable Refused StaleLease StateBusy StateError StateLost
+StateOffloaded Status UnknownGroup Waiter connect workload
 """
 
 

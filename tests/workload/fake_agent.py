@@ -95,6 +95,11 @@ class FakeAgent(rpc.AgentServicer):
         """The next process that registered."""
         return self.streams.get(timeout=PATIENCE)
 
+    def GetNodeStatus(
+        self, request: pb.GetNodeStatusRequest, context: grpc.ServicerContext
+    ) -> pb.GetNodeStatusResponse:
+        return pb.GetNodeStatusResponse(socket=self._path)
+
     def Channel(
         self, request_iterator: Iterator[pb.WorkloadMessage], context: grpc.ServicerContext
     ) -> Iterator[pb.WorkloadCommand]:
@@ -139,6 +144,8 @@ class FakeAgent(rpc.AgentServicer):
         pid = struct.unpack("3i", credentials)[0]
         request = json.loads(line)
         assert line.endswith(b"\n")
+        if request.get("ticket"):
+            return self._say(connection, {"ok": True, "ticket": f"ticket of {pid}"})
         if request["token"] != self._token:
             return self._say(connection, {"ok": False, "code": "INVALID", "message": "another's token"})
         if request.get("give"):

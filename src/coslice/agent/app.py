@@ -30,6 +30,7 @@ from coslice.agent.members import Member, Members
 from coslice.agent.occupancy import Occupancy
 from coslice.agent.registry import Registry
 from coslice.agent.service import AgentService
+from coslice.agent.tickets import Tickets
 from coslice.core.ids import GroupId
 from coslice.errors import ConfigError
 from coslice.runtime.clock import LoopClock
@@ -141,6 +142,7 @@ class AgentApp:
         exits.callback(self._forget_members)
         for devices in config.groups:
             self._add_group(_measured_device(devices), store, found, buffers, backend)
+        tickets = Tickets(uid=os.getuid())
         registry = Registry(
             config,
             members=self.members,
@@ -149,10 +151,11 @@ class AgentApp:
             backend=backend,
             uid=os.getuid(),
             remember=self._remember,
+            tickets=tickets,
             heard=self._heard,
         )
         self._recall(registry)
-        socket = BufferServer(buffer_socket(config), buffers, registry.by_token)
+        socket = BufferServer(buffer_socket(config), buffers, registry.by_token, tickets)
         log.debug("buffers are handed over in %s", runtime)
         await socket.start()
         exits.push_async_callback(socket.stop)
@@ -304,6 +307,7 @@ class AgentApp:
             accelerator=self._accelerator(),
             orchestrator=link.address if link is not None else "",
             attached=link is not None and link.attached.is_set(),
+            socket=str(buffer_socket(self.config)),
         )
 
 
@@ -319,4 +323,3 @@ def _store(config: AgentConfig) -> Store:
         return make_store(":memory:")
     # What it describes, processes and their memory, dies with the machine: no need to wait for the disk.
     return make_store(private_directory(config.state_dir) / "agent.sqlite", flush=False)
-

@@ -4,7 +4,7 @@ budget.
 The agent owns them, so saved state is counted and bounded in one place and outlives the agent's own restart
 (the workload keeps the file mapped and gives it back). A workload gets its file's descriptor over a unix
 socket in the runtime directory, after showing the token of its registration from the very process that
-registered.
+registered. The same socket gives the tickets for registrations (tickets.py).
 
 A file only grows, and is kept between swaps: pages the system has given us once cost a tenth of fresh ones.
 Nothing here knows groups, swaps or what the bytes mean.
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from coslice.agent.tickets import NoTicket, Tickets
 from coslice.sizes import format_size
 
 log = logging.getLogger(__name__)
@@ -172,10 +173,14 @@ class BufferServer:
     """Hands descriptors over: one JSON line in, one JSON line with a descriptor out."""
 
     def __init__(
-        self, path: Path, buffers: HostBuffers, member_of: Callable[[str, int], "Owner | None"]
+        self,
+        path: Path,
+        buffers: HostBuffers,
+        member_of: Callable[[str, int], "Owner | None"],
+        tickets: Tickets,
     ) -> None:
         """``member_of(token, pid)``: who registered with this token from this process, if anybody."""
-        self._path, self._buffers, self._member_of = path, buffers, member_of
+        self._path, self._buffers, self._member_of, self._tickets = path, buffers, member_of, tickets
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
@@ -221,12 +226,15 @@ class BufferServer:
     async def _answer(self, connection: socket.socket, line: bytes, fds: list[int]) -> None:
         try:
             request = json.loads(line)
+            if request.get("ticket"):
+                _close_all(fds)
+                return self._give_ticket(connection)
             token, size = str(request["token"]), int(request.get("bytes", 0))
             give = bool(request.get("give", False))
         except (ValueError, KeyError, TypeError, AttributeError):
             _close_all(fds)
             return _reply(connection, code="INVALID", message='send one line {"token": ..., "bytes": N}')
-        owner = self._member_of(token, _peer_pid(connection))
+        owner = self._member_of(token, _peer(connection)[0])
         if owner is None or size < 0:
             _close_all(fds)
             return _reply(
@@ -245,6 +253,16 @@ class BufferServer:
             connection, size=self._buffers.size(owner.buffer), fd=self._buffers.descriptor(owner.buffer)
         )
 
+    def _give_ticket(self, connection: socket.socket) -> None:
+        pid, uid = _peer(connection)
+        try:
+            ticket = self._tickets.issue(pid, uid)
+        except NoTicket as refusal:
+            log.info("no ticket for process %d: %s", pid, refusal)
+            return _reply(connection, code="INVALID", message=str(refusal))
+        connection.send(json.dumps({"ok": True, "ticket": ticket}).encode() + b"\n")
+        return None
+
     def _take_back(self, connection: socket.socket, owner: "Owner", fds: list[int]) -> None:
         if not fds:
             return _reply(connection, code="INVALID", message="a buffer given back needs its descriptor")
@@ -261,11 +279,11 @@ def same_token(known: str, shown: str) -> bool:
     return hmac.compare_digest(known.encode(), shown.encode())
 
 
-def _peer_pid(connection: socket.socket) -> int:
-    """The pid that connected, by the kernel's word (SO_PEERCRED, unix(7))."""
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Pid and user that connected, by the kernel's word (SO_PEERCRED, unix(7))."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid: int = struct.unpack("3i", credentials)[0]
-    return pid
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
 
 
 async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -16,7 +16,8 @@ from coslice.agent.convert import refusal_code
 from coslice.agent.group import ServedGroup
 from coslice.agent.host import AnonymousMemory, Gone
 from coslice.agent.members import Member, Members, OpenChannel, member_id
-from coslice.agent.processes import Process, owner, start_time
+from coslice.agent.processes import Process, owner
+from coslice.agent.tickets import Tickets, pids_of
 from coslice.core import holdings as core
 from coslice.core.ids import GroupId, Incarnation, JobId, check_name
 from coslice.core.outcome import Rejected
@@ -46,6 +47,7 @@ class Registry:
         backend: Backend,
         uid: int,
         remember: Callable[[Member], None],
+        tickets: Tickets,
         heard: Callable[[], Awaitable[None]],
     ) -> None:
         """``uid``: the user whose processes may register. ``remember`` is told each new member's baseline.
@@ -53,7 +55,7 @@ class Registry:
         """
         self._config, self._members, self._groups = config, members, groups
         self._buffers, self._backend, self._uid, self._remember = buffers, backend, uid, remember
-        self._heard = heard
+        self._heard, self._tickets = heard, tickets
 
     def by_token(self, token: str, pid: int) -> Member | None:
         """Who registered with this token, if that is the process that shows it."""
@@ -65,6 +67,7 @@ class Registry:
     async def register(self, message: pb.Register, channel: OpenChannel) -> None:
         """Makes the process behind the channel a member; raises ``RegistrationRefused``."""
         self._check(message)
+        message = self._identified(message)
         group, job = GroupId(message.group), JobId(message.job)
         incarnation = self._incarnation(message)
         known = self._members.get(group, member_id(job, incarnation, message.pid, message.start_time))
@@ -132,18 +135,38 @@ class Registry:
             raise RegistrationRefused(
                 pb.UNKNOWN_GROUP, f"this agent serves no group {message.group!r}; it serves: {known}"
             )
-        if start_time(message.pid) != message.start_time:
-            raise RegistrationRefused(
-                pb.INVALID,
-                f"there is no process {message.pid} with start time {message.start_time} on node "
-                f"{self._config.node}: register from the process itself, on the agent's own node",
-            )
-        if (found := owner(message.pid)) != self._uid:
-            raise RegistrationRefused(
-                pb.INVALID,
-                f"process {message.pid} is user {found}'s, the agent is user {self._uid}'s: use one user",
-            )
         self._check_device(message)
+
+    def _identified(self, message: pb.Register) -> pb.Register:
+        """With the pid, as this agent sees it, of the process that the ticket was given to."""
+        socket = buffer_socket(self._config)
+        if not message.ticket:
+            raise RegistrationRefused(
+                pb.DENIED,
+                f"process {message.pid} shows no ticket: it must reach the agent's socket {socket} on node "
+                f"{self._config.node}. In a container, mount that folder at the same path (or say where "
+                "it is with COSLICE_AGENT_SOCKET); on another node, use that node's own agent",
+            )
+        ticket = self._tickets.redeem(message.ticket)
+        if ticket is None:
+            raise RegistrationRefused(
+                pb.FAILED, f"the ticket is used or too old: fetch another from {socket} and register with it"
+            )
+        if message.pid not in pids_of(ticket.pid) or message.start_time != ticket.started:
+            raise RegistrationRefused(
+                pb.DENIED,
+                f"the ticket was given to process {ticket.pid}, and not to process {message.pid} with start "
+                f"time {message.start_time}: register from the process itself, on the agent's own node",
+            )
+        if (found := owner(ticket.pid)) != self._uid:
+            raise RegistrationRefused(
+                pb.DENIED,
+                f"process {ticket.pid} is user {found}'s, the agent is user {self._uid}'s: use one user",
+            )
+        identified = pb.Register()
+        identified.CopyFrom(message)
+        identified.pid = ticket.pid
+        return identified
 
     def _check_device(self, message: pb.Register) -> None:
         device = message.device or "host"

@@ -22,6 +22,7 @@ _TABLE: dict[pb.Code.ValueType, tuple[type[errors.CosliceError], grpc.StatusCode
     pb.BUSY: (errors.StateBusy, grpc.StatusCode.ABORTED),
     pb.NO_ROOM: (errors.NoRoom, grpc.StatusCode.RESOURCE_EXHAUSTED),
     pb.FAILED: (errors.OperationFailed, grpc.StatusCode.INTERNAL),
+    pb.DENIED: (errors.Denied, grpc.StatusCode.PERMISSION_DENIED),
     pb.NODE_LOST: (errors.NodeLost, grpc.StatusCode.UNAVAILABLE),
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from coslice.errors import CosliceError, OperationFailed
+from coslice.errors import ConfigError, CosliceError, OperationFailed
 from coslice.wire.status import code_of, error_of
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
@@ -52,6 +52,8 @@ class Identity:
     group: str
     rank: int
     device: str
+    socket: str = ""
+    """The agent's unix socket as this process sees it; empty: the agent says where it is."""
 
 
 class Channel:
@@ -120,9 +122,14 @@ class Channel:
         """One stream, from the registration to its end."""
         outbox: _Outbox[pb.WorkloadMessage | None] = _Outbox()
         with grpc.insecure_channel(self.address, options=_OPTIONS) as channel:
-            outbox.put(self._registration())
+            stub = rpc.AgentStub(channel)
+            try:
+                proof = self._ticket(stub)
+            except CosliceError as error:
+                return self._unserved(error)
+            outbox.put(self._registration(proof))
             self._outbox = outbox
-            call = rpc.AgentStub(channel).Channel(iter(outbox.get, None), wait_for_ready=True)
+            call = stub.Channel(iter(outbox.get, None), wait_for_ready=True)
             self._call = call
             if self._stop.is_set():  # closed just now: nobody else will cancel this call
                 _cancel(call)
@@ -182,14 +189,17 @@ class Channel:
         error = error_of(
             answer.code, f"the agent at {self.address} does not take this process: {answer.message}"
         )
+        self._unserved(error)
+        if answer.code in _HOPELESS:
+            self._stop.set()
+        _cancel(self._call)
+
+    def _unserved(self, error: CosliceError) -> None:
         if str(error) != str(self.error):
             _log.warning("coslice: %s", error)
         self.error = error
         self._answered.set()
         self._settled.set()
-        if answer.code in _HOPELESS:
-            self._stop.set()
-        _cancel(self._call)
 
     def _once(self, op: str, command: pb.WorkloadCommand) -> pb.WorkloadMessage:
         """The answer to a move. Asked again for the last one that succeeded, the same answer without moving.
@@ -212,12 +222,19 @@ class Channel:
 
     def _move(self, op: str, command: pb.WorkloadCommand) -> pb.Moved:
         if command.WhichOneof("kind") == "move_out":
-            out = command.move_out
-            tags = frozenset(out.tags)
-            move = self._state.move_out(wait=out.deadline_s, mode=out.mode or OFFLOAD, tags=tags)
+            out, outbox = command.move_out, self._outbox
+            tell = lambda gone: outbox.put(pb.WorkloadMessage(leaving=pb.Leaving(op=op, bytes=gone)))  # noqa: E731
+            move = self._state.move_out(
+                wait=out.deadline_s,
+                mode=out.mode or OFFLOAD,
+                tags=frozenset(out.tags),
+                least=out.at_least_bytes,
+                give_way=tell if out.give_way else None,
+            )
         else:
             move = self._state.move_in()
-        self.resized(self._state.measure())  # first: the agent compares with what was registered
+        size = self._state.measure()
+        self.resized(size)  # first: the agent compares with what was registered
         return pb.Moved(
             op=op,
             bytes=move.bytes,
