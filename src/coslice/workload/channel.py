@@ -21,6 +21,7 @@ from coslice.errors import ConfigError, CosliceError, OperationFailed
 from coslice.wire.status import code_of, error_of
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
+from coslice.workload import ticket
 from coslice.workload.buffers import AgentBuffers
 from coslice.workload.mover import stay_on
 from coslice.workload.registry import DISCARD, OFFLOAD, GroupState
@@ -142,7 +143,28 @@ class Channel:
                 if self._answered.is_set():  # lost while it was admitting us: the next one will
                     self._settled.set()
 
-    def _registration(self) -> pb.WorkloadMessage:
+    def _ticket(self, stub: rpc.AgentStub) -> str:
+        """What proves to the agent which process we are; empty for an agent that wants none."""
+        path = self.identity.socket
+        if not path:
+            call = stub.GetNodeStatus.future(pb.GetNodeStatusRequest(), wait_for_ready=True)
+            self._call = call
+            if self._stop.is_set():
+                _cancel(call)
+            try:
+                path = call.result().socket
+            except grpc.FutureCancelledError:
+                return ""
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+                raise ConfigError(
+                    f"{self.address} is no agent; an orchestrator, perhaps: COSLICE_AGENT and "
+                    "COSLICE_ORCHESTRATOR may be swapped"
+                ) from None
+        return ticket.fetch(path) if path else ""
+
+    def _registration(self, proof: str) -> pb.WorkloadMessage:
         state, identity = self._state, self.identity
         size = state.measure()
         self._told = (size, self.need)
@@ -159,6 +181,7 @@ class Channel:
             parked_bytes=state.parked_bytes,
             modes=[OFFLOAD, DISCARD] if state.may_discard() else [OFFLOAD],
             device=identity.device,
+            ticket=proof,
         )
         return pb.WorkloadMessage(register=register)
 
