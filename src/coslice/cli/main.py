@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from coslice.cli import simulate_commands
-from coslice.cli.plan import plan
+from coslice.cli.plan import groups_given, plan
 from coslice.cli.profile import profile
 from coslice.errors import ConfigError, CosliceError
 
@@ -38,6 +38,12 @@ Orchestrator = Annotated[
     str,
     typer.Option(
         "--orchestrator", "-o", envvar="COSLICE_ORCHESTRATOR", metavar="HOST:PORT", help="Where it listens."
+    ),
+]
+GroupsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--groups", metavar="FILE", help="The groups of this node, as [b]coslice plan --out[/b] wrote them."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -72,6 +78,7 @@ def up(
             help="A group of accelerators of this machine; repeat for several. Default: one, [b]default[/b].",
         ),
     ] = None,
+    groups: GroupsFile = None,
     memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Device memory of each group's host accelerator, e.g. 512MiB."),
@@ -110,7 +117,7 @@ def up(
 
     run_up(
         UpOptions(
-            groups=tuple(group or ()),
+            groups=groups_given(group, groups),
             memory=memory,
             cpus=cpus,
             device=device,
@@ -144,6 +151,7 @@ def agent(
     group: Annotated[
         list[str] | None, typer.Option("--group", "-g", metavar="NAME[:cpus=1,2][:memory=SIZE]")
     ] = None,
+    groups: GroupsFile = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE")] = None,
     cpus: Annotated[str | None, typer.Option(metavar="LIST")] = None,
     device: Annotated[str, typer.Option(help="host, cuda or auto.")] = "auto",
@@ -157,7 +165,7 @@ def agent(
     from coslice.cli.up import UpOptions, run_agent
 
     options = UpOptions(
-        groups=tuple(group or ()),
+        groups=groups_given(group, groups, node=node),
         memory=memory,
         cpus=cpus,
         device=device,

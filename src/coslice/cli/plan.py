@@ -1,5 +1,6 @@
 """``coslice plan``: which jobs should share which accelerators, and what it costs each of them."""
 
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,3 +120,14 @@ def _read(paths: list[Path]) -> "list[Profile]":
             raise ConfigError(f"{path}: no profile (.json) in this folder; coslice profile --out writes them")
         files += inside
     return read_all(files)
+
+
+def groups_given(group: list[str] | None, file: Path | None, *, node: str | None = None) -> tuple[str, ...]:
+    """For ``coslice up`` and ``coslice agent``: ``--group`` options, or those of a groups file for this node."""
+    if file is None:
+        return tuple(group or ())
+    if group:
+        raise ConfigError("--group and --groups: the file has the groups; change them there")
+    from coslice.plan.groupsfile import group_options
+
+    return tuple(group_options(file, node or socket.gethostname().split(".")[0]))

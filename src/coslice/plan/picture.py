@@ -36,8 +36,8 @@ def svg(plan: Plan, units: Sequence[Unit], *, most: int = 60) -> str:
         y += _LANE
     title = (
         f"{len(plan.slowdown)} jobs on {plan.accelerators} accelerators instead of "
-        f"{plan.accelerators_alone}: useful duty {plan.useful_duty_alone:.0%} → {plan.useful_duty:.0%}, slowdown at most "
-        f"{max(plan.slowdown.values()):.2f} x"
+        f"{plan.accelerators_alone}: useful duty {plan.useful_duty_alone:.0%} → {plan.useful_duty:.0%}, "
+        f"slowdown at most {max(plan.slowdown.values()):.2f} x"
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y + 20}" '

@@ -59,8 +59,8 @@ def too_much(one: Unit, other: Unit) -> str:
         return ""
     total = one.duty + other.duty
     return (
-        f"together they would compute {total:.1%} of the time: that slows them down {total:.3f} x on average, "
-        f"and the bound is {max(one.max_slowdown, other.max_slowdown):.2f}"
+        f"together they would compute {total:.1%} of the time: that slows them down {total:.3f} x on "
+        f"average, and the bound is {max(one.max_slowdown, other.max_slowdown):.2f}"
     )
 
 
