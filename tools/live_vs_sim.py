@@ -11,9 +11,11 @@ Durations are kept by the clock, not by work done, so a busy machine disturbs th
 """
 
 import argparse
+import ctypes
 import hashlib
 import itertools
 import json
+import mmap
 import os
 import random
 import signal
@@ -21,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,20 +34,30 @@ BOUND = 60.0
 # ── one job process ────────────────────────────────────────────────────────
 
 
-class Burner(threading.Thread):
-    """Keeps one core busy while ``on``; at the lowest priority, so that clocks and sockets go first."""
+class Burner:
+    """Keeps a core busy while it is on: a process of its own at the lowest priority, so that nothing which
+    keeps time or talks has to wait for it (a thread would hold the interpreter's lock while descheduled)."""
 
     def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.on = threading.Event()
-        self._data = bytes(1 << 18)  # hashed without the interpreter's lock
-        self.start()
+        self._on = mmap.mmap(-1, 1)
+        out, self._wake = os.pipe()
+        if os.fork() == 0:
+            os.close(self._wake)
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: burn no longer than the job lives
+            os.nice(40)
+            data = bytes(1 << 16)
+            while os.read(out, 1):  # the end of the pipe is the end of the job
+                while self._on[0]:
+                    hashlib.sha256(data).digest()
+            os._exit(0)
+        os.close(out)
 
-    def run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        while True:
-            self.on.wait()
-            hashlib.sha256(self._data).digest()
+    def start(self) -> None:
+        self._on[0] = 1
+        os.write(self._wake, b"!")
+
+    def stop(self) -> None:
+        self._on[0] = 0
 
 
 def sleep_until(at: float) -> None:
@@ -60,7 +71,8 @@ def job() -> None:
     from coslice.profile.cycle import Batches
 
     plan: dict[str, Any] = json.loads(sys.stdin.readline())
-    client, burner = coslice.connect(), Burner()
+    burner = Burner()  # before there are threads
+    client = coslice.connect()
     registered = not plan["swap_s"]
     print(json.dumps({"ready": True}), flush=True)
     begin = float(json.loads(sys.stdin.readline())["begin"])
@@ -94,9 +106,9 @@ def job() -> None:
                 coslice.workload.register(on_snapshot=move, on_restore=move)
                 registered = True
             held = time.monotonic()
-            burner.on.set()
+            burner.start()
             sleep_until(min(held + seconds, until))
-            burner.on.clear()
+            burner.stop()
             now = time.monotonic()
             spans.append((held - begin, now - begin))
             client.yield_()
@@ -113,6 +125,11 @@ def job() -> None:
 
 
 def start(command: list[str], environment: dict[str, str], errors: Path) -> subprocess.Popen[str]:
+    libc = ctypes.CDLL(None)
+
+    def with_us() -> None:
+        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: however we end, none is left behind
+
     with errors.open("a") as stderr:
         return subprocess.Popen(
             command,
@@ -121,6 +138,7 @@ def start(command: list[str], environment: dict[str, str], errors: Path) -> subp
             stderr=stderr,
             text=True,
             env=environment,
+            preexec_fn=with_us,
             start_new_session=True,  # Ctrl-C ends us, and we end them
         )
 
