@@ -854,6 +854,40 @@ class ExplainResponse(google.protobuf.message.Message):
 Global___ExplainResponse: typing_extensions.TypeAlias = ExplainResponse
 
 @typing.final
+class SetPolicyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    policy: builtins.str
+    """as in fair_share:weight/math=2; empty: the configured one again"""
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        policy: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "policy", b"policy"]) -> None: ...
+
+Global___SetPolicyRequest: typing_extensions.TypeAlias = SetPolicyRequest
+
+@typing.final
+class SetPolicyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: builtins.int
+    policy: builtins.str
+    def __init__(
+        self,
+        *,
+        policy: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["policy", b"policy"]) -> None: ...
+
+Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
+
+@typing.final
 class ForgetRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -76,6 +76,11 @@ class OrchestratorStub(object):
                 request_serializer=coslice_dot_v1_dot_coslice__pb2.DeleteGroupRequest.SerializeToString,
                 response_deserializer=coslice_dot_v1_dot_coslice__pb2.DeleteGroupResponse.FromString,
                 _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/coslice.v1.Orchestrator/SetPolicy',
+                request_serializer=coslice_dot_v1_dot_coslice__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=coslice_dot_v1_dot_coslice__pb2.SetPolicyResponse.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServicer(object):
@@ -139,6 +144,13 @@ class OrchestratorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPolicy(self, request, context):
+        """Who goes next in this group from now on; kept over restarts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -181,6 +193,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.DeleteGroup,
                     request_deserializer=coslice_dot_v1_dot_coslice__pb2.DeleteGroupRequest.FromString,
                     response_serializer=coslice_dot_v1_dot_coslice__pb2.DeleteGroupResponse.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=coslice_dot_v1_dot_coslice__pb2.SetPolicyRequest.FromString,
+                    response_serializer=coslice_dot_v1_dot_coslice__pb2.SetPolicyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -401,6 +418,33 @@ class Orchestrator(object):
             '/coslice.v1.Orchestrator/DeleteGroup',
             coslice_dot_v1_dot_coslice__pb2.DeleteGroupRequest.SerializeToString,
             coslice_dot_v1_dot_coslice__pb2.DeleteGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/coslice.v1.Orchestrator/SetPolicy',
+            coslice_dot_v1_dot_coslice__pb2.SetPolicyRequest.SerializeToString,
+            coslice_dot_v1_dot_coslice__pb2.SetPolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

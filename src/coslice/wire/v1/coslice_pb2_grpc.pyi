@@ -159,7 +159,23 @@ _OrchestratorDeleteGroupType = typing_extensions.TypeVar(
     ],
 )
 
-class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAttachType, _OrchestratorGetStatusType, _OrchestratorWatchStatusType, _OrchestratorExplainType, _OrchestratorForgetType, _OrchestratorEvictType, _OrchestratorDeleteGroupType]):
+_OrchestratorSetPolicyType = typing_extensions.TypeVar(
+    '_OrchestratorSetPolicyType',
+    grpc.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.SetPolicyRequest,
+        coslice.wire.v1.coslice_pb2.SetPolicyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.SetPolicyRequest,
+        coslice.wire.v1.coslice_pb2.SetPolicyResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.SetPolicyRequest,
+        coslice.wire.v1.coslice_pb2.SetPolicyResponse,
+    ],
+)
+
+class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAttachType, _OrchestratorGetStatusType, _OrchestratorWatchStatusType, _OrchestratorExplainType, _OrchestratorForgetType, _OrchestratorEvictType, _OrchestratorDeleteGroupType, _OrchestratorSetPolicyType]):
     """───────────────────────────── orchestrator ─────────────────────────────"""
 
     @typing.overload
@@ -195,6 +211,10 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
         grpc.UnaryUnaryMultiCallable[
             coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
             coslice.wire.v1.coslice_pb2.DeleteGroupResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            coslice.wire.v1.coslice_pb2.SetPolicyRequest,
+            coslice.wire.v1.coslice_pb2.SetPolicyResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -232,6 +252,10 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
             coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
             coslice.wire.v1.coslice_pb2.DeleteGroupResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            coslice.wire.v1.coslice_pb2.SetPolicyRequest,
+            coslice.wire.v1.coslice_pb2.SetPolicyResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Session: _OrchestratorSessionType
@@ -257,6 +281,9 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
 
     DeleteGroup: _OrchestratorDeleteGroupType
     """Everybody who waits is refused with GROUP_GONE, and the lease ends."""
+
+    SetPolicy: _OrchestratorSetPolicyType
+    """Who goes next in this group from now on; kept over restarts."""
 
 OrchestratorAsyncStub: typing_extensions.TypeAlias = OrchestratorStub[
     grpc.aio.StreamStreamMultiCallable[
@@ -290,6 +317,10 @@ OrchestratorAsyncStub: typing_extensions.TypeAlias = OrchestratorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
         coslice.wire.v1.coslice_pb2.DeleteGroupResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.SetPolicyRequest,
+        coslice.wire.v1.coslice_pb2.SetPolicyResponse,
     ],
 ]
 
@@ -359,6 +390,14 @@ class OrchestratorServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[coslice.wire.v1.coslice_pb2.DeleteGroupResponse, collections.abc.Awaitable[coslice.wire.v1.coslice_pb2.DeleteGroupResponse]]:
         """Everybody who waits is refused with GROUP_GONE, and the lease ends."""
+
+    @abc.abstractmethod
+    def SetPolicy(
+        self,
+        request: coslice.wire.v1.coslice_pb2.SetPolicyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[coslice.wire.v1.coslice_pb2.SetPolicyResponse, collections.abc.Awaitable[coslice.wire.v1.coslice_pb2.SetPolicyResponse]]:
+        """Who goes next in this group from now on; kept over restarts."""
 
 def add_OrchestratorServicer_to_server(servicer: OrchestratorServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
