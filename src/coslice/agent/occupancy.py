@@ -61,6 +61,9 @@ class Occupancy:
         owner = self._owners.get(pid, (0, None))[1]
         return None if owner is None else owner.job
 
+    def last_xid(self, uuid: str) -> int:
+        return self._surveyor.xids.get(uuid, 0)
+
     def assign(self, survey: Survey) -> None:
         """Find the members of processes that are new since the last time."""
         members = [member for member in self._members if not member.has_ended]
