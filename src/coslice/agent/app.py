@@ -212,6 +212,7 @@ class AgentApp:
             direct=direct,
             buffers=buffers,
             identity=self._identity,
+            occupancy=self._occupancy,
         )
         server = grpc.aio.server(options=SERVER_OPTIONS)
         rpc.add_AgentServicer_to_server(service, server)

@@ -1,5 +1,7 @@
 """The core's words ↔ the wire's, for the agent. Nothing is decided here."""
 
+from coslice.agent.discovery.survey import Survey
+from coslice.agent.occupancy import Occupancy
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.ids import GroupId
@@ -40,6 +42,27 @@ def residency_to_pb(group: GroupId, facts: ev.NodeFacts, reason: str = "") -> pb
             for e in facts.ended
         ],
     )
+
+
+def accelerators_to_pb(survey: Survey, occupancy: Occupancy) -> list[pb.Accelerator]:
+    return [
+        pb.Accelerator(
+            index=gpu.index,
+            uuid=gpu.uuid,
+            name=gpu.name,
+            total_bytes=gpu.total,
+            used_bytes=gpu.used,
+            occupants=[
+                pb.Occupant(pid=each.pid, bytes=each.bytes or 0, job=occupancy.job_of(each.pid) or "")
+                for each in gpu.holders
+            ],
+            ecc_uncorrected=gpu.ecc_uncorrected or 0,
+            last_xid=occupancy.last_xid(gpu.uuid),
+            mig=gpu.mig,
+            persistence=bool(gpu.persistence),
+        )
+        for gpu in survey.gpus
+    ]
 
 
 def done_to_pb(group: GroupId, effect: fx.ReportDone, residency: pb.Residency) -> pb.AgentMessage:

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 import grpc
 
-from coslice.agent.backends.base import Backend, MoveError, Restored, Snapshotted
+from coslice.agent.backends.base import MoveError, Restored, Snapshotted
+from coslice.agent.backends.resolve import Backends
 from coslice.agent.members import Member, Members
 from coslice.core.events import ContextFact, ContextState
 from coslice.core.ids import GroupId, JobId, check_name
+from coslice.errors import ConfigError
 
 NO_GROUP = GroupId("")
 T = TypeVar("T")
@@ -30,7 +32,7 @@ class DirectApi:
     def __init__(
         self,
         members: Members,
-        backend: Backend,
+        backend: Backends,
         groups: Mapping[GroupId, object],
         *,
         instance: str,
@@ -43,7 +45,14 @@ class DirectApi:
         self._count = 0
 
     async def snapshot(
-        self, job: str, *, mode: str, tags: Sequence[str], timeout: float, pids: Sequence[int]
+        self,
+        job: str,
+        *,
+        mode: str,
+        tags: Sequence[str],
+        timeout: float,
+        pids: Sequence[int],
+        backend: str = "",
     ) -> tuple[Snapshotted, str]:
         """Raises ``DirectRefused``. Of a job that is parked already: nothing moves, and that is said."""
         if pids:
@@ -51,7 +60,7 @@ class DirectApi:
                 grpc.StatusCode.PERMISSION_DENIED,
                 "naming processes needs the admin role: name the job, its registered processes are known",
             )
-        self._find(job)
+        self._check_backend(backend, self._find(job))
         async with self._turn(job):
             members = self._find(job)  # again: it may have waited long
             for member in members:
@@ -62,7 +71,8 @@ class DirectApi:
                     )
             if all(member.parked for member in members):
                 return Snapshotted(bytes=0, residual=0, seconds=0.0), f"{job} is in host memory already"
-            return await _whole(self._move_out(job, members, mode or "offload", tags, timeout)), ""
+            work = self._move_out(job, members, mode or "offload", tags, timeout, backend)
+            return await _whole(work), ""
 
     async def restore(self, job: str, *, timeout: float) -> tuple[Restored, str]:
         """Raises ``DirectRefused``. Of a job that is on the device: nothing moves, and that is said."""
@@ -74,11 +84,13 @@ class DirectApi:
             return await _whole(self._move_in(job, members, timeout)), ""
 
     async def _move_out(
-        self, job: str, members: Sequence[Member], mode: str, tags: Sequence[str], timeout: float
+        self, job: str, members: Sequence[Member], mode: str, tags: Sequence[str], timeout: float, backend: str
     ) -> Snapshotted:
         try:
             async with asyncio.timeout(timeout or self._timeout):
-                return await self._backend.snapshot(members, op=self._name(job), mode=mode, tags=tags)
+                return await self._backend.snapshot(
+                    members, op=self._name(job), mode=mode, tags=tags, backend=backend
+                )
         except TimeoutError as error:  # those that had left go back: failed means as it was
             with contextlib.suppress(MoveError):
                 await self._backend.restore(members, op=self._name(job))
@@ -92,6 +104,21 @@ class DirectApi:
                 return await self._backend.restore(members, op=self._name(job))
         except (MoveError, TimeoutError) as error:
             raise _failed(job, "restore", error) from None
+
+    def backend_of(self, member: Member) -> str:
+        """What moves the state of the member's job."""
+        try:
+            return self._backend.name_for(self._members.of_job(member.group, member.job))
+        except (ConfigError, MoveError) as error:
+            return f"none: {error}"
+
+    def _check_backend(self, name: str, members: Sequence[Member]) -> None:
+        try:
+            self._backend.name_for(members, explicit=name)
+        except ConfigError as error:
+            raise DirectRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+        except MoveError as error:
+            raise DirectRefused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
 
     def facts(self) -> list[ContextFact]:
         jobs = sorted({member.job for member in self._members.of_group(NO_GROUP)})

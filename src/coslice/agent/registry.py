@@ -9,7 +9,8 @@ group hears of it: nobody gets device memory by registering.
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from coslice.agent.backends.base import Backend, MoveError
+from coslice.agent.backends.base import MoveError
+from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import HostBuffers, same_token
 from coslice.agent.config import AgentConfig, buffer_socket
 from coslice.agent.convert import refusal_code
@@ -22,6 +23,7 @@ from coslice.core import holdings as core
 from coslice.core.ids import GroupId, Incarnation, JobId, check_name
 from coslice.core.outcome import Rejected
 from coslice.security import fingerprint
+from coslice.errors import ConfigError
 from coslice.sizes import format_size
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -44,7 +46,7 @@ class Registry:
         members: Members,
         groups: Mapping[GroupId, ServedGroup],
         buffers: HostBuffers,
-        backend: Backend,
+        backend: Backends,
         uid: int,
         remember: Callable[[Member], None],
         tickets: Tickets,
@@ -106,7 +108,9 @@ class Registry:
             state_bytes=stored.bytes,
             need=stored.need,
             parked=stored.parked,
+            device=group.devices.accelerator,
         )
+        member.parked = member.parked or self._backend.holds([member])
         if not self._watch(member):
             memory.close()
             group.gone(job, stored.id, f"process {stored.pid} ended while the agent was down")
@@ -136,6 +140,11 @@ class Registry:
                 pb.UNKNOWN_GROUP, f"this agent serves no group {message.group!r}; it serves: {known}"
             )
         self._check_device(message)
+        if message.backend:
+            try:
+                self._backend.check_job(message.backend)
+            except ConfigError as error:
+                raise RegistrationRefused(pb.INVALID, str(error)) from None
 
     def _identified(self, message: pb.Register) -> pb.Register:
         """With the pid, as this agent sees it, of the process that the ticket was given to."""
@@ -220,9 +229,11 @@ class Registry:
             need=message.need_bytes,
             parked=message.parked,
             device=message.device or "host",
+            backend=message.backend,
             modes=tuple(message.modes) or ("offload",),
             baseline=baseline,
         )
+        member.parked = member.parked or self._backend.holds([member])
         if not self._watch(member):
             memory.close()
             raise RegistrationRefused(pb.INVALID, f"process {message.pid} has ended")
@@ -288,17 +299,11 @@ class Registry:
 
     async def _again(self, member: Member, message: pb.Register, channel: OpenChannel) -> None:
         """The same process is back (its channel or this agent had gone); it says where its state is."""
-        changed = (member.state_bytes, member.need, member.parked) != (
-            message.state_bytes,
-            message.need_bytes,
-            message.parked,
-        )
-        member.state_bytes, member.need, member.parked = (
-            message.state_bytes,
-            message.need_bytes,
-            message.parked,
-        )
-        member.rank, member.device = message.rank, message.device or "host"
+        parked = message.parked or self._backend.holds([member])
+        says = (message.state_bytes, message.need_bytes, parked)
+        changed = (member.state_bytes, member.need, member.parked) != says
+        member.state_bytes, member.need, member.parked = says
+        member.rank, member.device, member.backend = message.rank, message.device or "host", message.backend
         moving = member.moving
         self._open(member, channel)
         group = self._groups.get(member.group)

@@ -15,6 +15,7 @@ from coslice.agent.buffers import HostBuffers
 from coslice.agent.direct import DirectApi, DirectRefused
 from coslice.agent.group import ServedGroup
 from coslice.agent.members import Member, Members, OpenChannel
+from coslice.agent.occupancy import Occupancy
 from coslice.agent.registry import RegistrationRefused, Registry
 from coslice.core.ids import GroupId
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -36,10 +37,12 @@ class AgentService(rpc.AgentServicer):
         direct: DirectApi,
         buffers: HostBuffers,
         identity: StatusOf,
+        occupancy: Occupancy,
     ) -> None:
         """``identity``: a node status with the fields that only the app knows (names, the link)."""
         self._registry, self._members, self._groups = registry, members, groups
         self._direct, self._buffers, self._identity = direct, buffers, identity
+        self._occupancy = occupancy
         self._channels: set[OpenChannel] = set()
 
     def close(self) -> None:
@@ -125,6 +128,7 @@ class AgentService(rpc.AgentServicer):
                 request.job,
                 mode=request.mode,
                 tags=tuple(request.tags),
+                backend=request.backend,
                 timeout=request.timeout_s,
                 pids=tuple(request.pids),
             )
@@ -151,6 +155,7 @@ class AgentService(rpc.AgentServicer):
             status.groups.append(group.residency())
             status.devices.append(group.device_status())
         status.direct.extend(convert.context_to_pb(fact) for fact in self._direct.facts())
+        await self._add_accelerators(status)
         for member in sorted(self._members, key=lambda m: (m.group, m.job, m.rank, m.pid)):
             status.members.append(
                 pb.MemberStatus(
@@ -162,9 +167,18 @@ class AgentService(rpc.AgentServicer):
                     device_bytes=member.usage(),
                     host_bytes=self._buffers.size(member.buffer),
                     connected=member.connected,
+                    backend=self._direct.backend_of(member),
+                    parked=member.parked,
                 )
             )
         return status
+
+    async def _add_accelerators(self, status: pb.GetNodeStatusResponse) -> None:
+        if not any(group.devices.accelerator == "cuda" for group in self._groups.values()):
+            return
+        survey = await self._occupancy.refresh(max_age=0.1)
+        status.survey_error = survey.error
+        status.accelerators.extend(convert.accelerators_to_pb(survey, self._occupancy))
 
 
 async def _abort(context: "Context[Any, Any]", refusal: DirectRefused) -> NoReturn:

@@ -53,6 +53,8 @@ class Identity:
     group: str
     rank: int
     device: str
+    backend: str = ""
+    """What shall move the state, as the agent writes it: ``NAME:key=value,…``; empty: the agent's default."""
     socket: str = ""
     """The agent's unix socket as this process sees it; empty: the agent says where it is."""
 
@@ -181,6 +183,7 @@ class Channel:
             parked_bytes=state.parked_bytes,
             modes=[OFFLOAD, DISCARD] if state.may_discard() else [OFFLOAD],
             device=identity.device,
+            backend=identity.backend,
             ticket=proof,
         )
         return pb.WorkloadMessage(register=register)

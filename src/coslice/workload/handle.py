@@ -145,6 +145,7 @@ def register(
         group=group_name,
         rank=_number(env, "COSLICE_RANK", _number(env, "RANK", 0)),
         device=adapter.device if adapter is not None else env.get("COSLICE_DEVICE") or "host",
+        backend=env.get("COSLICE_BACKEND", ""),
         socket=env.get("COSLICE_AGENT_SOCKET", ""),
     )
     needed = _number(env, "COSLICE_NEED", 0) if need is None else need
