@@ -4,7 +4,7 @@ Each fake has real memory and the silent failures of its namesake. None is ever 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from coslice.agent.backends.app_endpoint import AppEndpointBackend
 from coslice.agent.backends.app_endpoint_engine import EngineSettings, Target
-from coslice.agent.backends.app_endpoint_memory import host_memory
+from coslice.agent.backends.app_endpoint_memory import HostMeasure, host_memory
 from coslice.agent.backends.base import MoveError
 from coslice.agent.endpoints_ledger import CODEC, Ledger
 from coslice.store.memory import MemoryStore
@@ -28,6 +28,16 @@ KINDS = ("vllm", "sglang")
 SLEEP = {"vllm": "/sleep", "sglang": "/release_memory_occupation"}
 WAKE = {"vllm": "/wake_up", "sglang": "/resume_memory_occupation"}
 Start = Callable[..., FakeEngine]
+
+
+class Crowded(HostMeasure):
+    async def room(self, pids: Sequence[int]) -> int | None:
+        return 10 * MIB
+
+
+class Blind(HostMeasure):
+    async def used(self, pids: Sequence[int]) -> int | None:
+        return None
 
 
 @pytest.fixture
@@ -340,7 +350,7 @@ async def test_an_engine_without_a_backup_of_its_weights_is_refused_unless_the_j
 
 async def test_it_is_not_woken_where_there_is_no_room(start: Start) -> None:
     engine = start("sglang")
-    backend = AppEndpointBackend(settings=QUICK, room={"host": lambda pid: 10 * MIB})
+    backend = AppEndpointBackend(settings=QUICK, measure={"host": Crowded()})
     await backend.snapshot_engines([target(engine)])
     error = await failed(backend.restore_engines([target(engine)]))
     assert (error.no_room, error.lost) == (True, False)
@@ -436,7 +446,7 @@ async def test_an_engine_may_sleep_only_so_often(start: Start) -> None:
 async def test_a_device_that_cannot_be_measured_is_refused(start: Start) -> None:
     engine = start("vllm")
     where = target(engine, device="cuda")
-    for backend in (AppEndpointBackend(), AppEndpointBackend(measure={"cuda": lambda pids: None})):
+    for backend in (AppEndpointBackend(), AppEndpointBackend(measure={"cuda": Blind()})):
         assert "cannot be measured" in str(await failed(backend.snapshot_engines([where])))
     assert count(engine, "/sleep") == 0
 

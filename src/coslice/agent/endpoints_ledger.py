@@ -66,6 +66,7 @@ class LedgerState(Struct, kw_only=True):
 
 
 CODEC = Codec(LedgerState, kind="endpoints")
+KEY = "backend/app_endpoint/engines"
 
 
 class Ledger:
@@ -78,6 +79,9 @@ class Ledger:
 
     def get(self, key: str) -> Entry | None:
         return self._entries.get(key)
+
+    def under(self, prefix: str) -> dict[str, Entry]:
+        return {key: entry for key, entry in self._entries.items() if key.startswith(prefix)}
 
     def ended(self) -> tuple[str, ...]:
         """Keys of entries whose process is gone: nothing of theirs sleeps anywhere."""

@@ -84,10 +84,6 @@ class Member:
     """Bytes on cuda devices, measured from outside. For those that register no state: their whole process is
     it."""
     modes: tuple[str, ...] = ("offload",)
-    endpoint: str = ""
-    """Address of the engine that this process is, if it is one: the agent moves its state over HTTP."""
-    engine: str = ""
-    """``vllm`` or ``sglang``; empty: to be found out."""
     baseline: int = 0
     """Anonymous memory of the process itself, which is not state and never leaves."""
     full: int = 0

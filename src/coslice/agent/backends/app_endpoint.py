@@ -11,28 +11,54 @@ called back; what is known of each engine is in the ledger.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
+import msgspec
+
 from coslice.agent.backends.app_endpoint_engine import Engine, EngineSettings, Target
-from coslice.agent.backends.app_endpoint_http import NoAnswer
-from coslice.agent.backends.app_endpoint_memory import Measure, host_memory
-from coslice.agent.backends.base import Capabilities, MoveError, Presence, Restored, Snapshotted
+from coslice.agent.backends.app_endpoint_http import NoAnswer, load_httpx
+from coslice.agent.backends.app_endpoint_memory import DeviceMeasure, HostMeasure, Measure
+from coslice.agent.backends.base import (
+    Capabilities,
+    Defaults,
+    MoveError,
+    NodeContext,
+    Presence,
+    ProcessRef,
+    Restored,
+    Snapshotted,
+)
+from coslice.agent.backends.resolve import parse_backend
 from coslice.agent.endpoints import allowed_endpoint
-from coslice.agent.endpoints_ledger import Ledger, Phase
+from coslice.agent.endpoints_ledger import CODEC, KEY, Ledger, Phase
 from coslice.agent.members import Member
 from coslice.errors import ConfigError
+from coslice.store.slot import Slot
+from coslice.workload.listening import listens, started, tree
 
 T = TypeVar("T")
-Room = Callable[[int], int | None]
+JOB_SETTINGS = ("url", "engine")
+ENGINES = ("", "vllm", "sglang")
 
 
-class AppEndpointBackend:
-    """``allow``: ``host:port`` beyond loopback that may be called.
+def make(node: NodeContext, settings: Mapping[str, object]) -> "AppEndpointBackend":
+    """The entry point. Settings are those of ``EngineSettings``; raises ``ConfigError``."""
+    try:
+        chosen = msgspec.convert(dict(settings), EngineSettings, strict=False)
+    except msgspec.ValidationError as error:
+        known = ", ".join(EngineSettings.__struct_fields__)
+        raise ConfigError(f"backend app_endpoint: {error}; it knows {known}") from None
+    ledger = Ledger(Slot(node.store, KEY, CODEC, node.found.get(KEY)))
+    return AppEndpointBackend(ledger, settings=chosen, measure={"cuda": DeviceMeasure(node.surveyor)})
 
-    ``measure`` and ``room`` by kind of device (``host``, ``cuda``): device memory used by processes, and free
-    for one. Without ``measure`` for a device its engines cannot be moved.
+
+class AppEndpointBackend(Defaults):
+    """A job names its engines in its backend: ``app_endpoint:url=http://127.0.0.1:8000,engine=vllm``; more
+    than one address with spaces between them, ``engine`` only where it cannot be found out.
+
+    ``measure`` by kind of device (``host``, ``cuda``). Without one for a device its engines cannot be moved.
     """
 
     def __init__(
@@ -40,65 +66,155 @@ class AppEndpointBackend:
         ledger: Ledger | None = None,
         *,
         settings: EngineSettings | None = None,
-        allow: Sequence[str] = (),
-        measure: dict[str, Measure] | None = None,
-        room: dict[str, Room] | None = None,
+        measure: Mapping[str, Measure] | None = None,
     ) -> None:
         self._ledger = ledger or Ledger()
         self._settings = settings or EngineSettings()
-        self._allow = tuple(allow)
-        self._measure: dict[str, Measure] = {"host": host_memory, **(measure or {})}
-        self._room = room or {}
+        self._allow = tuple(self._settings.allow.split())
+        self._measure: dict[str, Measure] = {"host": HostMeasure(), **(measure or {})}
         self._engines: dict[str, Engine] = {}
         self._running: set[asyncio.Task[Any]] = set()
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(name="app_endpoint", parts=True, in_process=False, modes=("offload", "discard"))
+        return Capabilities(name="app_endpoint", parts=True, modes=("offload", "discard"))
+
+    def check(self, settings: Mapping[str, str]) -> None:
+        if unknown := sorted(set(settings) - set(JOB_SETTINGS)):
+            raise ConfigError(f"backend app_endpoint: a job sets url and engine, not {', '.join(unknown)}")
+        if not settings.get("url", "").split():
+            raise ConfigError("backend app_endpoint: which engine? Give url=http://127.0.0.1:8000")
+        for url in settings["url"].split():
+            allowed_endpoint(url, allow=self._allow)
+        if settings.get("engine", "") not in ENGINES:
+            raise ConfigError(f"backend app_endpoint: engine {settings['engine']!r} is not vllm or sglang")
+        load_httpx()
+
+    def deadline(self, size: int) -> float:
+        """Drained, told, watched for a while longer, measured, and on a failure all of it back again."""
+        rules = self._settings
+        once = rules.move_timeout + rules.late + rules.probe_timeout
+        return rules.section_wait + rules.settle + rules.probe_timeout + 2 * once
+
+    def holds(self, members: Sequence[Member]) -> bool:
+        return any(
+            entry.phase is not Phase.AWAKE and started(entry.pid) == entry.started
+            for member in members
+            for entry in self._ledger.under(_prefix(member)).values()
+        )
+
+    async def start(self) -> None:
+        """Engines that were told something and whose answer the last agent did not live to hear are looked
+        at with their next move."""
+        for key in self._ledger.ended():
+            await self._ledger.drop(key)
 
     async def snapshot(
         self, members: Sequence[Member], *, op: str, mode: str = "offload", tags: Sequence[str] = ()
     ) -> Snapshotted:
-        done = await self.snapshot_engines([_target(m) for m in members], mode=mode, tags=tags)
-        await self.probe(members)
-        return done
+        targets = await self._targets(members)
+        return await self._whole(self._members_out(members, targets, mode, tags))
 
     async def restore(self, members: Sequence[Member], *, op: str) -> Restored:
-        try:
-            return await self.restore_engines([_target(m) for m in members])
-        finally:
-            await self.probe(members)
+        targets = await self._targets(members)
+        return await self._whole(self._members_back(members, targets))
 
     async def probe(self, members: Sequence[Member]) -> Presence:
         """By the ledger and by measurement. Tells each member whether it is parked."""
-        used = 0
-        for member in members:
-            engine = self._engine(_target(member))
-            now = 0 if member.has_ended else await asyncio.to_thread(engine.used)
-            member.parked = engine.parked
-            member.residual = now if member.parked else 0
-            used += now
+        targets = await self._targets(members)
+        used = await self._mark(members, targets)
         parked = sum(member.parked for member in members)
         return Presence(live=len(members) - parked, parked=parked, device_bytes=used)
 
-    async def attach(self, member: Member) -> None:
-        """A process registers (again): is its engine asleep? Finds out what came of an interrupted move."""
-        for key in self._ledger.ended():
-            await self._ledger.drop(key)
-            if (engine := self._engines.pop(key, None)) is not None:
-                await engine.close()
-        engine = self._engine(_target(member))
-        async with engine.lock:
-            if engine.entry.phase is not Phase.LOST:
-                await engine.settle()
-        await self.probe([member])
+    async def retire(self, members: Sequence[Member]) -> Sequence[ProcessRef]:
+        """The engine's own processes: whoever registered may not be their parent for long."""
+        refs = dict[int, ProcessRef]()
+        for member in members:
+            for entry in self._ledger.under(_prefix(member)).values():
+                if started(entry.pid) == entry.started:
+                    for pid in tree(entry.pid):
+                        if (at := started(pid)) is not None:
+                            refs[pid] = ProcessRef(pid, at)
+        return tuple(refs.values())
 
     async def close(self) -> None:
+        """What is under way goes on to its end for a while: a request that was sent cannot be called back."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=self._settings.section_wait)
         for task in tuple(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         for engine in self._engines.values():
             await engine.close()
         self._engines.clear()
+
+    # ── members and their engines ──────────────────────────────────────────
+
+    async def _members_out(
+        self, members: Sequence[Member], targets: Sequence[Target], mode: str, tags: Sequence[str]
+    ) -> Snapshotted:
+        engines = [self._engine(target) for target in targets]
+        done = await self._out(engines, tuple(tags), discard=mode == "discard")
+        await self._mark(members, targets)
+        return done
+
+    async def _members_back(self, members: Sequence[Member], targets: Sequence[Target]) -> Restored:
+        try:
+            return await self._back([self._engine(target) for target in targets])
+        finally:
+            for member in members:
+                member.parked = self.holds([member])
+
+    async def _mark(self, members: Sequence[Member], targets: Sequence[Target]) -> int:
+        """What the engines use, also by member."""
+        total = 0
+        for member in members:
+            engines = [self._engine(t) for t in targets if t.key.startswith(_prefix(member))]
+            used = sum([await engine.used() for engine in engines])
+            member.parked = any(engine.parked for engine in engines)
+            member.residual = used if member.parked else 0
+            total += used
+        return total
+
+    async def _targets(self, members: Sequence[Member]) -> list[Target]:
+        """The engines of these members; raises ``MoveError`` where one cannot be found.
+
+        What sleeps is known from the ledger, even of a member that has not come back to a new agent yet.
+        """
+        found: list[Target] = []
+        for member in members:
+            known = self._ledger.under(_prefix(member))
+            asleep = {
+                key: entry
+                for key, entry in known.items()
+                if entry.phase is not Phase.AWAKE and started(entry.pid) == entry.started
+            }
+            if asleep and not member.backend:
+                found += [_target(member, entry.url, entry.pid, entry.engine) for entry in asleep.values()]
+                continue
+            settings = parse_backend(member.backend).settings if member.backend else {}
+            try:
+                self.check(settings)
+            except ConfigError as error:
+                raise MoveError(str(error), pid=member.pid) from None
+            for url in settings["url"].split():
+                pid = await asyncio.to_thread(self._listener, members, url)
+                found.append(_target(member, url, pid, settings.get("engine", "")))
+        return list({target.url: target for target in reversed(found)}.values())[::-1]
+
+    def _listener(self, members: Sequence[Member], url: str) -> int:
+        """The process that listens there, if it is one of the job's: a router or another's server is not."""
+        endpoint = allowed_endpoint(url, allow=self._allow)
+        for member in members:
+            for pid in tree(member.pid):
+                if listens((pid,), endpoint.port):
+                    return pid
+        processes = ", ".join(str(member.pid) for member in members)
+        raise MoveError(
+            f"no process of {members[0].job} ({processes} and below) listens on port {endpoint.port}: name "
+            "the engine's own address, not that of a router in front of it, and start the engine by the "
+            "process that registers it",
+            pid=members[0].pid,
+        )
 
     # ── for callers that have engines and no members ───────────────────────
 
@@ -130,9 +246,7 @@ class AppEndpointBackend:
                 await self._undo(leaving, error)
                 raise
             resting = [engine for engine in engines if engine not in leaving]
-            left = sum([rest for _, rest in sizes]) + sum(
-                [await asyncio.to_thread(engine.used) for engine in resting]
-            )
+            left = sum([rest for _, rest in sizes]) + sum([await engine.used() for engine in resting])
             freed = sum(size for size, _ in sizes)
             return Snapshotted(bytes=freed, residual=left, seconds=time.monotonic() - began)
 
@@ -186,7 +300,6 @@ class AppEndpointBackend:
                 settings=self._settings,
                 ledger=self._ledger,
                 measure=self._measure[target.device],
-                room=self._room.get(target.device, lambda pid: None),
             )
         except ConfigError as error:
             raise MoveError(str(error), pid=target.pid) from None
@@ -194,15 +307,23 @@ class AppEndpointBackend:
         return engine
 
 
-def _target(member: Member) -> Target:
+def _prefix(member: Member) -> str:
+    return f"{member.buffer}#"
+
+
+def _target(member: Member, url: str, pid: int, engine: str) -> Target:
+    at = started(pid)
+    if at is None:
+        raise MoveError(f"process {pid}, the engine of {member.job}, has ended", lost=True, pid=pid)
     return Target(
-        key=member.buffer,
+        key=f"{_prefix(member)}{url}",
         job=member.job,
-        url=member.endpoint,
-        engine=member.engine,
-        pid=member.pid,
-        started=member.started,
+        url=url,
+        engine=engine,
+        pid=pid,
+        started=at,
         device=member.device,
+        declared=member.state_bytes,
     )
 
 

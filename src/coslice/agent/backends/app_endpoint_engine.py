@@ -7,7 +7,7 @@ raises ``MoveError``. What was asked is never asked again before it is known wha
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from msgspec import Struct
 
@@ -36,7 +36,11 @@ UNCHANGED = 0.05
 LOOK_AGAIN = 0.05
 
 
-class EngineSettings(Struct, frozen=True, kw_only=True):
+class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an operator may set (backend ``app_endpoint``)."""
+
+    allow: str = ""
+    """``host:port`` beyond loopback that engines may have, separated by spaces."""
     section_wait: float = 30.0
     """How long running requests may take to end, in seconds."""
     move_timeout: float = 120.0
@@ -76,12 +80,10 @@ class Engine:
         settings: EngineSettings,
         ledger: Ledger,
         measure: Measure,
-        room: Callable[[int], int | None],
     ) -> None:
-        """``room``: free device memory for this process's tree in bytes; None: it cannot be told."""
         self.target, self.endpoint = target, endpoint
         self.lock = asyncio.Lock()
-        self._settings, self._ledger, self._measure, self._room = settings, ledger, measure, room
+        self._settings, self._ledger, self._measure = settings, ledger, measure
         self._environ = environ(tree(target.pid))
         self.http = EngineHttp(endpoint, key=self._environ.get("VLLM_API_KEY", ""))
         self._dialect: Dialect | None = None
@@ -110,12 +112,12 @@ class Engine:
         wanted = set(tags) or {WEIGHTS, KV_CACHE}
         return self.entry.phase is Phase.ASLEEP and wanted <= set(self.entry.tags)
 
-    def used(self) -> int:
-        """Bytes on the device now. Blocks for some milliseconds: call it in a thread."""
+    async def used(self) -> int:
+        """Bytes on the device now. Raises ``MoveError``: it has ended, or nobody can tell."""
         pids = tree(self.target.pid)
         if not pids:
             raise self._error("has ended", gone=True)
-        used = self._measure(pids)
+        used = await self._measure.used(pids)
         if used is None:
             raise self._error(
                 "uses a device whose memory cannot be measured from here, and its own word is not enough: "
@@ -138,12 +140,12 @@ class Engine:
         self._tags = tuple(tag for tag in await dialect.check(tags, discard=discard) if tag not in entry.tags)
         if isinstance(dialect, Sglang) and (refusal := allocator_refusal(self._environ)):
             raise self._error(refusal)
-        used = await asyncio.to_thread(self.used)
+        used = await self.used()
         self._check_host(used, entry)
         golden = entry.golden if entry.tags else await self._golden()
         self._quiet = True
         await dialect.quiet(self._settings.section_wait)
-        used = await asyncio.to_thread(self.used)
+        used = await self.used()
         kept = entry.awake_bytes if entry.tags else used
         await self._put(phase=entry.phase, engine=dialect.name, golden=golden, awake_bytes=kept)
 
@@ -166,7 +168,7 @@ class Engine:
     async def left(self) -> tuple[int, int]:
         """(freed, what remains) in bytes, once the memory has really fallen and the engine still lives."""
         fallen = await self._has_fallen(self._settings.settle)
-        used = await asyncio.to_thread(self.used)
+        used = await self.used()
         entry, need = self.entry, self._need()
         if not fallen:
             raise self._error(
@@ -218,9 +220,9 @@ class Engine:
             raise self._error(f"cannot be asked to wake: {error}") from None
         if entry.phase in (Phase.LEAVING, Phase.RETURNING):
             entry = await self._settled(entry)
-        before = await asyncio.to_thread(self.used)
+        before = await self.used()
         if entry.phase is Phase.ASLEEP:
-            self._check_room(entry, before)
+            await self._check_room(entry, before)
             await self._put(phase=Phase.RETURNING)
             try:
                 await self._tell_to_wake(dialect, entry, before)
@@ -273,7 +275,7 @@ class Engine:
                 raise
             if await self._has_risen(entry, before, 1.0):
                 return
-            if await asyncio.to_thread(self.used) - before > UNCHANGED * (entry.awake_bytes - before):
+            if await self.used() - before > UNCHANGED * (entry.awake_bytes - before):
                 raise
             await dialect.wake(entry.tags, discard=entry.discard, timeout=timeout)
 
@@ -313,7 +315,7 @@ class Engine:
         span = self._need() or 1
         await self._idle(await self._speak())
         while True:
-            fallen = (entry.awake_bytes - await asyncio.to_thread(self.used)) / span
+            fallen = (entry.awake_bytes - await self.used()) / span
             if fallen >= 1.0:
                 return await self._put(phase=Phase.ASLEEP)
             if fallen <= UNCHANGED:
@@ -343,7 +345,7 @@ class Engine:
         )
 
     async def _moved(self) -> float:
-        fallen = self.entry.awake_bytes - await asyncio.to_thread(self.used)
+        fallen = self.entry.awake_bytes - await self.used()
         return fallen / (self._need() or 1)
 
     async def _has_fallen(self, seconds: float) -> bool:
@@ -359,7 +361,7 @@ class Engine:
         """Polls, as ``_has_fallen``."""
         deadline = time.monotonic() + seconds
         wanted = before + ENOUGH * (entry.awake_bytes - before)
-        while await asyncio.to_thread(self.used) < wanted:
+        while await self.used() < wanted:
             if time.monotonic() >= deadline:
                 return False
             await asyncio.sleep(LOOK_AGAIN)
@@ -394,9 +396,9 @@ class Engine:
                 no_room=True,
             )
 
-    def _check_room(self, entry: Entry, before: int) -> None:
+    async def _check_room(self, entry: Entry, before: int) -> None:
         """An engine that runs out of memory while it wakes does not survive it."""
-        room, wanted = self._room(self.target.pid), entry.awake_bytes - before
+        room, wanted = await self._measure.room(tree(self.target.pid)), entry.awake_bytes - before
         if room is not None and room < wanted:
             raise self._error(
                 f"needs {format_size(wanted)} of the device to wake, of which {format_size(room)} are free",

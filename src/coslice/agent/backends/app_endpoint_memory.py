@@ -1,11 +1,55 @@
 """How much of the device an engine uses: all its processes together, measured and never asked."""
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+from coslice.agent.discovery.surveyor import Surveyor
 from coslice.agent.host import AnonymousMemory, Gone
 
-Measure = Callable[[Sequence[int]], int | None]
-"""Bytes of device memory that these processes use; None: it cannot be told."""
+
+class Measure(Protocol):
+    async def used(self, pids: Sequence[int]) -> int | None:
+        """Bytes of device memory that these processes use; None: it cannot be told."""
+        ...
+
+    async def room(self, pids: Sequence[int]) -> int | None:
+        """Bytes that are free for them; None: the device has no bound of its own, or it cannot be told."""
+        ...
+
+
+class HostMeasure:
+    """The host accelerator: the group's budget bounds it, and the caller keeps those books."""
+
+    async def used(self, pids: Sequence[int]) -> int | None:
+        return await asyncio.to_thread(host_memory, pids)  # walks page tables: some milliseconds a GiB
+
+    async def room(self, pids: Sequence[int]) -> int | None:
+        return None
+
+
+class DeviceMeasure:
+    """GPUs, by NVML. A process that the driver does not list uses nothing; no survey is no information."""
+
+    def __init__(self, surveyor: Surveyor) -> None:
+        self._surveyor = surveyor
+
+    async def used(self, pids: Sequence[int]) -> int | None:
+        survey = await self._surveyor.survey()
+        usage = survey.usage()
+        if survey.error or any(size is None for pid in pids for size in usage.get(pid, {}).values()):
+            return None
+        return survey.bytes_of(pids)
+
+    async def room(self, pids: Sequence[int]) -> int | None:
+        """On the devices that they are on: an engine that sleeps keeps a context there."""
+        survey = await self._surveyor.survey()
+        usage = survey.usage()
+        devices = {uuid for pid in pids for uuid in usage.get(pid, {})}
+        if survey.error or not devices:
+            return None
+        return sum(gpu.free for gpu in survey.gpus if gpu.uuid in devices)
+
 
 CONTEXT = 4 << 30
 """What one process may leave on a GPU: context, graphs, communication buffers (0.3–4 GB were measured)."""
