@@ -22,8 +22,8 @@ from coslice.agent.tickets import Tickets, pids_of
 from coslice.core import holdings as core
 from coslice.core.ids import GroupId, Incarnation, JobId, check_name
 from coslice.core.outcome import Rejected
-from coslice.security import fingerprint
 from coslice.errors import ConfigError
+from coslice.security import fingerprint
 from coslice.sizes import format_size
 from coslice.wire.v1 import coslice_pb2 as pb
 

@@ -199,6 +199,13 @@ def run(
             help="Processes that share a lease; it ends when all have yielded. 0: whoever took part."
         ),
     ] = 0,
+    backend: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME[:key=value]",
+            help="What moves its state; [b]cuda[/b] needs no code in the job. Default: what the job registers.",
+        ),
+    ] = "",
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
     agent: Annotated[
         str,
@@ -216,6 +223,7 @@ def run(
         orchestrator=orchestrator,
         agent=agent,
         command=tuple(context.args),
+        backend=backend,
     )
     raise typer.Exit(run_job(options))
 

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -34,6 +35,7 @@ class RunOptions:
     orchestrator: str
     agent: str
     command: tuple[str, ...]
+    backend: str = ""
 
 
 def run_job(options: RunOptions) -> int:
@@ -65,10 +67,43 @@ def run_job(options: RunOptions) -> int:
         node=node.node if node is not None else "",
         cpus=_accelerator_cpus(node, groups),
     )
-    code = _supervise(command, environment, _host_cpus(_accelerator_cpus(node, groups)))
+    with _launched(options.backend, node, environment):
+        code = _supervise(command, environment, _host_cpus(_accelerator_cpus(node, groups)))
     if code == 128 + signal.SIGKILL:
         _say_who_killed(job, options.agent)
     return code
+
+
+@contextmanager
+def _launched(
+    backend: str, node: pb.GetNodeStatusResponse | None, environment: dict[str, str]
+) -> Iterator[None]:
+    """While the command runs, this process stands for it with the agent: its children are the job's.
+
+    Only for backends that move processes as they are. A job that registers its state stands for itself.
+    """
+    if not backend:
+        yield
+        return
+    if node is None:
+        raise ConfigError(f"--backend {backend} needs the agent of this node: start `coslice up` first")
+    groups = environment["COSLICE_GROUP"].split(",")
+    kinds = {device.accelerator for device in node.devices if device.group in groups}
+    environment["COSLICE_BACKEND"] = backend
+    environment["COSLICE_DEVICE"] = kinds.pop() if len(kinds) == 1 else "host"
+    from coslice import workload
+
+    handle = workload.register(on_snapshot=_nothing, on_restore=_nothing, env=environment)
+    if handle.error is not None:
+        raise handle.error
+    try:
+        yield
+    finally:
+        handle.close()
+
+
+def _nothing() -> None:
+    pass
 
 
 def job_environment(
