@@ -1,13 +1,22 @@
-"""What is known of CUDA devices: only what torch says, and only where torch is installed.
+"""Which CUDA devices this node has: by NVML (of the driver, with nvidia-ml-py), else by torch, where that is
+installed.
 
-The agent itself never needs a framework, opens no device and measures none: on a cuda group the figures of a
-move are the workload's own (its allocator's), which the app channel takes as such.
+Asked once, before the agent serves. NVML runs in a program of its own, because a driver may hang; what is on
+the devices later is ``discovery``'s to say.
 """
 
 import importlib
 import importlib.util
+import subprocess
+import sys
 
+import msgspec
 from msgspec import Struct
+
+from coslice.agent.discovery.nvml import Message
+
+SECONDS = 30.0
+"""Opening cold devices takes seconds."""
 
 
 class Device(Struct, frozen=True, kw_only=True):
@@ -26,7 +35,26 @@ def device_memory() -> int:
 
 
 def devices() -> tuple[Device, ...]:
-    """The CUDA devices of this node; empty without torch or without a device. The import may take seconds."""
+    """The CUDA devices of this node; empty without a driver, or without a package that can ask it."""
+    return _by_nvml() or _by_torch()
+
+
+def _by_nvml() -> tuple[Device, ...]:
+    if importlib.util.find_spec("pynvml") is None:
+        return ()
+    command = [sys.executable, "-P", "-m", "coslice.agent.discovery.nvml", "-"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
+        survey = msgspec.json.decode(done.stdout, type=Message).survey
+    except (subprocess.TimeoutExpired, OSError, msgspec.DecodeError):
+        return ()
+    if survey is None:
+        return ()
+    return tuple(Device(index=gpu.index, name=gpu.name, total_bytes=gpu.total) for gpu in survey.gpus)
+
+
+def _by_torch() -> tuple[Device, ...]:
+    """The import may take seconds."""
     if importlib.util.find_spec("torch") is None:
         return ()
     torch = importlib.import_module("torch")

@@ -1,4 +1,5 @@
-"""The program that talks to NVML, in a process of its own: ``python -m coslice.agent.discovery.nvml FD``.
+"""The program that talks to NVML, in a process of its own: ``python -m coslice.agent.discovery.nvml FD``
+(``-`` instead of a descriptor: print one survey).
 
 Answers every message with a survey, and sends device events (Xid errors) as they come. Initialises NVML anew
 after any error: a container that lost its devices gets them back only so. Knows no jobs.
@@ -151,6 +152,9 @@ def serve(channel: socket.socket) -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "-":
+        sys.stdout.buffer.write(msgspec.json.encode(Message(survey=Nvml().survey())))
+        return
     with socket.socket(fileno=int(sys.argv[1])) as channel, contextlib.suppress(OSError):
         serve(channel)
 
