@@ -84,7 +84,13 @@ class DirectApi:
             return await _whole(self._move_in(job, members, timeout)), ""
 
     async def _move_out(
-        self, job: str, members: Sequence[Member], mode: str, tags: Sequence[str], timeout: float, backend: str
+        self,
+        job: str,
+        members: Sequence[Member],
+        mode: str,
+        tags: Sequence[str],
+        timeout: float,
+        backend: str,
     ) -> Snapshotted:
         try:
             async with asyncio.timeout(timeout or self._timeout):

@@ -203,7 +203,7 @@ def run(
         str,
         typer.Option(
             metavar="NAME[:key=value]",
-            help="What moves its state; [b]cuda[/b] needs no code in the job. Default: what the job registers.",
+            help="What moves its state; [b]cuda[/b] needs no code for it. Default: what the job registers.",
         ),
     ] = "",
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
