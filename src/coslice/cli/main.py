@@ -99,7 +99,7 @@ def up(
         str | None,
         typer.Option(metavar="SIZE", help="Host memory for saved state. Default: half of what is available."),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Who goes next: [b]fifo[/b] or [b]fewest_swaps[/b].")] = "fifo",
+    policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fifo",
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address of the orchestrator.")
     ] = DEFAULT_ORCHESTRATOR,
@@ -136,7 +136,7 @@ def up(
 def orchestrator(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT")] = DEFAULT_ORCHESTRATOR,
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="Store and journal.")] = None,
-    policy: Annotated[str, typer.Option(help="fifo or fewest_swaps.")] = "fifo",
+    policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fifo",
     json: Json = False,
 ) -> None:
     """Run the orchestrator alone; agents of several nodes dial in."""

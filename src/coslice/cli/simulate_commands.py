@@ -1,4 +1,4 @@
-"""The command line of the simulator: ``coslice simulate`` and ``coslice bench sim``."""
+"""The command line of the simulator and of policies: ``coslice simulate``, ``bench sim`` and ``policy``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +9,10 @@ import typer
 def add(app: typer.Typer, bench_app: typer.Typer) -> None:
     app.command()(simulate)
     bench_app.command()(sim)
+    policy_app = typer.Typer(no_args_is_help=True, help="Who goes next in a group: show it, change it.")
+    policy_app.command("set")(policy_set)
+    policy_app.command("show")(policy_show)
+    app.add_typer(policy_app, name="policy")
 
 
 def simulate(
@@ -113,3 +117,38 @@ def sim(
     from coslice.cli.bench_sim import bench_sim
 
     bench_sim(processes=processes, quick=quick, out=json)
+
+
+Address = Annotated[
+    str,
+    typer.Option(
+        "--orchestrator", "-o", envvar="COSLICE_ORCHESTRATOR", metavar="HOST:PORT", help="Where it listens."
+    ),
+]
+HERE = "127.0.0.1:50051"
+
+
+def policy_set(
+    group: Annotated[str, typer.Argument(help="The group.")],
+    policy: Annotated[
+        str,
+        typer.Argument(
+            help="As in least_recent, fewest_swaps:max_wait=300 or fair_share:weight/math=2,weight/code=1."
+        ),
+    ] = "",
+    orchestrator: Address = HERE,
+) -> None:
+    """Change who goes next in a group, from now on. Without POLICY: the configured one again."""
+    from coslice.cli.policy import set_policy
+
+    set_policy(group, policy, address=orchestrator)
+
+
+def policy_show(
+    group: Annotated[str, typer.Argument(help="One group. Default: all.")] = "",
+    orchestrator: Address = HERE,
+) -> None:
+    """The policies in force, and the known ones."""
+    from coslice.cli.policy import show_policies
+
+    show_policies(group, address=orchestrator)

@@ -64,6 +64,11 @@ class GroupLock:
     def state(self) -> Group:
         return self._driver.state
 
+    @property
+    def policy(self) -> str:
+        """In force now: what an operator set, or else what is configured."""
+        return self.state.policy or self.config.policy
+
 
 class Groups:
     """Iterates in the global order."""

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from coslice.core import events as ev
 from coslice.core.ids import Epoch, GroupId, check_name
+from coslice.core.outcome import Rejected
 from coslice.orchestrator import convert, views
 from coslice.orchestrator import sessions as people
 from coslice.orchestrator.agents import Agents, Link
@@ -168,6 +170,22 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         )
         return pb.ExplainResponse(lines=lines)
 
+    # ── for administrators ─────────────────────────────────────────────────
+
+    async def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
+        await self._refuse_while_stopping(context)
+        await self._check_group(request.group, context)
+        lock = self._groups.get(request.group)
+        if lock is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the policy of one group: name it")
+        try:
+            await lock.post(ev.PolicySet(at=self._clock.now(), policy=request.policy))
+        except Rejected as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return pb.SetPolicyResponse(policy=lock.policy)
+
+    # ── details ────────────────────────────────────────────────────────────
+
     async def _check_question(self, lock: GroupLock, request: pb.ExplainRequest, context: Context) -> None:
         try:
             if request.last < 0:
@@ -187,7 +205,7 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         return pb.GetStatusResponse(
             orchestrator=self._instance,
             now=now,
-            groups=[views.status(lock.state, policy=lock.config.policy, now=now) for lock in locks],
+            groups=[views.status(lock.state, policy=lock.policy, now=now) for lock in locks],
         )
 
     async def _check_group(self, group: str, context: Context) -> None:
