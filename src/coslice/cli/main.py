@@ -48,6 +48,14 @@ GroupsFile = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 simulate_commands.add(app, bench_app)
+Backend = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME[:key=value,...]",
+        help="What moves the state of jobs that say nothing themselves, and its settings; repeat to set others.",
+    ),
+]
 DEFAULT_ORCHESTRATOR = "127.0.0.1:50051"
 DEFAULT_AGENT = "127.0.0.1:9001"
 
@@ -110,6 +118,7 @@ def up(
         Path | None, typer.Option(metavar="DIR", help="Store and journal. Default: ~/.local/state/coslice.")
     ] = None,
     ephemeral: Annotated[bool, typer.Option(help="Keep nothing after the end (a temporary folder).")] = False,
+    backend: Backend = None,
     json: Json = False,
 ) -> None:
     """Run orchestrator and agent of this machine in one process, until Ctrl-C."""
@@ -127,6 +136,7 @@ def up(
             agent_listen=agent_listen,
             state=state,
             ephemeral=ephemeral,
+            backends=tuple(backend or ()),
             json=json,
         )
     )
@@ -159,6 +169,7 @@ def agent(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT")] = DEFAULT_AGENT,
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
     state: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
+    backend: Backend = None,
     json: Json = False,
 ) -> None:
     """Run the Snapshot Agent of this node alone; it dials the orchestrator."""
@@ -174,6 +185,7 @@ def agent(
         listen=orchestrator,
         state=state,
         node=node,
+        backends=tuple(backend or ()),
         json=json,
     )
     run_agent(options)

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from coslice.agent.app import AgentApp
+from coslice.agent.backends.resolve import parse_backend
 from coslice.agent.config import AgentConfig, GroupDevices
 from coslice.core.ids import GroupId, NodeId, check_name
 from coslice.core.policy import policy_named
@@ -46,6 +47,7 @@ class UpOptions:
     state: Path | None = None
     ephemeral: bool = False
     node: str | None = None
+    backends: tuple[str, ...] = ()
     json: bool = False
 
 
@@ -218,6 +220,7 @@ def _agent_config(
     options: UpOptions, devices: tuple[GroupDevices, ...], orchestrator: str, folder: Path
 ) -> AgentConfig:
     budget = parse_size(options.host_memory) if options.host_memory else _available_memory() // 2
+    backends = [parse_backend(text) for text in options.backends]
     return AgentConfig(
         node=_node(options),
         orchestrator=orchestrator,
@@ -226,6 +229,8 @@ def _agent_config(
         host_budget=budget,
         state_dir=str(folder),
         runtime_dir=str(folder / "run"),
+        backend=backends[0].name if backends else "app_channel",
+        backends={spec.name: spec.settings for spec in backends},
     )
 
 
