@@ -53,7 +53,7 @@ Backend = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME[:key=value,...]",
-        help="What moves the state of jobs that say nothing themselves, and its settings; repeat to set others.",
+        help="What moves the state of jobs that do not say, with its settings; repeat to set others.",
     ),
 ]
 DEFAULT_ORCHESTRATOR = "127.0.0.1:50051"
