@@ -80,7 +80,7 @@ def _launched(
 ) -> Iterator[None]:
     """While the command runs, this process stands for it with the agent: its children are the job's.
 
-    Only for backends that move processes as they are. A job that registers its state stands for itself.
+    Only for backends that move processes as they are. Raises ``CosliceError`` if the agent refuses.
     """
     if not backend:
         yield
@@ -96,10 +96,7 @@ def _launched(
     handle = workload.register(on_snapshot=_nothing, on_restore=_nothing, env=environment)
     if handle.error is not None:
         raise handle.error
-    try:
-        yield
-    finally:
-        handle.close()
+    yield  # with the end of this process the agent lets the job go
 
 
 def _nothing() -> None:
