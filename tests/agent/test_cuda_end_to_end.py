@@ -1,0 +1,58 @@
+"""Two jobs that only acquire and yield share a device that holds one: the driver moves their processes."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from agent.cuda_world import MIB, PATIENCE, libraries
+
+from coslice.testing.fake_cuda import FakeNode
+
+TURNS = 4
+JOB = Path(__file__).with_name("cuda_turns.py")
+
+
+async def start(node: FakeNode, *words: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "coslice.cli.main", *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=node.environment(),
+    )
+
+
+async def test_two_jobs_that_register_nothing_take_turns(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    node = FakeNode(tmp_path / "node", libraries=libraries(tmp_path_factory), capacity=16 * MIB)
+    up = await start(
+        node,
+        *("up", "--device", "cuda", "--json", "--listen", "127.0.0.1:0", "--agent-listen", "127.0.0.1:0"),
+        *("--state", str(tmp_path / "s"), "--backend", "cuda:margin=0"),
+    )
+    jobs: list[asyncio.subprocess.Process] = []
+    try:
+        assert up.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            ready = json.loads(await up.stdout.readline())
+        address = ("-o", ready["orchestrator"], "--agent", ready["agent"])
+        command = (sys.executable, str(JOB), "--bytes", str(10 * MIB), "--turns", str(TURNS))
+        jobs = [
+            await start(node, "run", *address, "--job", name, "--backend", "cuda", "--", *command)
+            for name in ("a", "b")
+        ]
+        async with asyncio.timeout(2 * PATIENCE):
+            ends = await asyncio.gather(*(job.communicate() for job in jobs))
+        for job, (out, err) in zip(jobs, ends, strict=True):
+            assert job.returncode == 0, err.decode()
+            assert out.decode().split("\n")[:TURNS] == [f"turn {turn}" for turn in range(TURNS)]
+        assert [call.code for call in node.calls("checkpoint")].count(0) >= 2
+        assert [call.code for call in node.calls("restore")].count(0) >= 2
+        assert node.poisonings == 0
+    finally:
+        for process in (*jobs, up):
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
