@@ -123,7 +123,7 @@ def _read(paths: list[Path]) -> "list[Profile]":
 
 
 def groups_given(group: list[str] | None, file: Path | None, *, node: str | None = None) -> tuple[str, ...]:
-    """For ``coslice up`` and ``coslice agent``: ``--group`` options, or those of a groups file for this node."""
+    """For ``coslice up`` and ``coslice agent``: ``--group`` options, or those of a file for this node."""
     if file is None:
         return tuple(group or ())
     if group:

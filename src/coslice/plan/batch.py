@@ -4,6 +4,7 @@ Rounds cost the same for one group as for ten thousand, nearly; so the search as
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ class Table:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
+        self.judged: dict[tuple[int, ...], tuple[Any, int]] = {}
+        """What ``judge`` said of a group: its verdicts, and the row."""
         turns = [turn for unit in units for turn in unit.turns]
         self.off = np.array([turn.off for turn in turns])
         self.on = np.array([turn.on for turn in turns])

@@ -14,6 +14,9 @@ from coslice.plan.judge import judge_fully
 
 LIMIT = 10
 """Units up to which it is exact: 1,023 sets, 115,975 partitions."""
+_FEW = 16
+_FEW_SETS = 300
+"""Also up to ``_FEW`` units, if no more sets than these are within the work bound."""
 _LOAD = 1.02
 """The work bound holds for long runs; a little above it the prediction decides."""
 
@@ -21,20 +24,29 @@ Sets = dict[tuple[int, ...], float]
 """Allowed sets of units → weighted useful duty."""
 
 
-def allowed_sets(
+def promising(
     table: Table, units: Sequence[int], *, may: Callable[[Sequence[int]], bool], max_jobs: int
-) -> tuple[Sets, dict[tuple[int, ...], list[float]]]:
-    """All sets that keep every bound; and of those that were predicted and do not, their slowdowns.
+) -> list[tuple[int, ...]] | None:
+    """Sets of two and more within the static rules ``may`` and the work bound. None: too many for this."""
+    if len(units) > _FEW:
+        return None
+    sets: list[tuple[int, ...]] = []
+    for size in range(2, min(max_jobs, len(units)) + 1):
+        sets += [
+            members
+            for members in itertools.combinations(units, size)
+            if sum(table.duty[u] / table.bound[u] for u in members) <= _LOAD and may(members)
+        ]
+        if len(units) > LIMIT and len(sets) > _FEW_SETS:
+            return None
+    return sets
 
-    ``may``: static rules (sizes, memory) for a set.
-    """
+
+def allowed_sets(
+    table: Table, units: Sequence[int], asked: Sequence[tuple[int, ...]]
+) -> tuple[Sets, dict[tuple[int, ...], list[float]]]:
+    """Those of ``asked`` that keep every bound, and every unit alone; and of the others, the slowdowns."""
     sets: Sets = {(unit,): float(table.weight[unit] * table.duty[unit]) for unit in units}
-    asked = [
-        members
-        for size in range(2, min(max_jobs, len(units)) + 1)
-        for members in itertools.combinations(units, size)
-        if may(members) and sum(table.duty[u] / table.bound[u] for u in members) <= _LOAD
-    ]
     failed: dict[tuple[int, ...], list[float]] = {}
     if asked:
         verdicts = judge_fully(table, asked)

@@ -1,12 +1,12 @@
-"""Which sets of units are best. Small classes exactly, large ones by search; what is alone stays alone."""
+"""Which sets of units are best. Few of them exactly, many by search; what must be alone stays alone."""
 
 from collections.abc import Sequence
 
 from coslice.plan import rules
 from coslice.plan.batch import Table
 from coslice.plan.cluster import Cluster
-from coslice.plan.exact import LIMIT, Sets, allowed_sets, best_partition
-from coslice.plan.search import Members, Searched, search
+from coslice.plan.exact import allowed_sets, best_partition, promising
+from coslice.plan.search import Members, search
 from coslice.plan.units import Unit
 
 TOLD = 64
@@ -15,7 +15,7 @@ _MOST_TOLD = 1000
 
 
 class Grouping:
-    """Which sets of units are best; the units fall into classes that cannot share with each other anyway."""
+    """Groups, and why other pairs are none."""
 
     def __init__(
         self,
@@ -45,35 +45,24 @@ class Grouping:
                 alone.append(number)
             else:
                 fit.append(number)
-        small: list[list[int]] = []
-        large: list[list[int]] = []
-        for members in self._classes(fit):
-            (small if len(members) <= LIMIT else large).append(members)
         price = self._price([(unit,) for unit in fit], {})
-        groups: list[Members] = []
-        method = "exact"
-        if large:
-            found = self._large(large, price)
-            groups += found.groups
+        asked = promising(self.table, fit, may=self._may, max_jobs=self.max_jobs)
+        if asked is not None:
+            groups, method = self._exactly(fit, asked, price), "exact"
+        else:
+            found = search(
+                self.table,
+                fit,
+                may=self._may_quickly,
+                max_jobs=self.max_jobs,
+                price=price,
+                deadline=self.began + self.budget,
+                seed=self.seed,
+            )
+            groups = found.groups
             self.failed.update(found.refused)
             method = f"searched: {found.edges} mergers predicted, {found.moves} moves improved it"
-        groups += self._small(small, price)
         return sorted(groups + [(unit,) for unit in alone]), method
-
-    def _classes(self, fit: Sequence[int]) -> list[list[int]]:
-        if len(fit) <= LIMIT:
-            return [list(fit)] if fit else []
-        classes: dict[tuple[int, int], list[int]] = {}
-        for number in fit:
-            unit = self.units[number]
-            classes.setdefault((unit.accelerators, unit.nodes), []).append(number)
-        # Units of unknown size may go anywhere: with the largest class of their number of nodes.
-        for key in [key for key in classes if not key[0]]:
-            others = [other for other in classes if other[0] and other[1] == key[1]]
-            if others:
-                home = max(others, key=lambda other: len(classes[other]))
-                classes[home] = sorted(classes[home] + classes.pop(key))
-        return list(classes.values())
 
     def _may(self, members: Sequence[int]) -> bool:
         units = [self.units[number] for number in members]
@@ -83,41 +72,23 @@ class Grouping:
             rules.never(one, other, self.cluster) for k, one in enumerate(units) for other in units[k + 1 :]
         )
 
-    def _may_in_class(self, members: Members) -> bool:
-        """The same among units whose sizes agree: what is left to ask, quickly."""
+    def _may_quickly(self, members: Members) -> bool:
+        """The same as ``_may``, for very many."""
         if len({self.jobs[number] for number in members}) < len(members):
             return False
         return not self.cluster.host_memory or rules.fits_host([self.units[n] for n in members], self.cluster)
 
-    def _small(self, classes: Sequence[list[int]], price: float) -> list[Members]:
-        known: list[tuple[list[int], Sets]] = []
-        for members in classes:
-            sets, failed = allowed_sets(self.table, members, may=self._may, max_jobs=self.max_jobs)
-            self.failed.update({pair: tuple(values) for pair, values in failed.items() if len(pair) == 2})
-            known.append((members, sets))
+    def _exactly(self, units: Sequence[int], asked: Sequence[Members], price: float) -> list[Members]:
+        sets, failed = allowed_sets(self.table, units, asked)
+        self.failed.update({pair: tuple(values) for pair, values in failed.items() if len(pair) == 2})
         groups: list[Members] = []
         for _ in range(8):  # the price settles in two or three
-            groups, held = [], {}
-            for members, sets in known:
-                worth = {group: value - price * self._weight(group) for group, value in sets.items()}
-                best = best_partition(worth, members)
-                groups += best
-                held.update({group: sets[group] for group in best})
-            before, price = price, self._price(groups, held)
+            worth = {group: held - price * self._weight(group) for group, held in sets.items()}
+            groups = best_partition(worth, units)
+            before, price = price, self._price(groups, sets)
             if price <= before + 1e-9:
                 break
         return groups
-
-    def _large(self, classes: Sequence[list[int]], price: float) -> Searched:
-        return search(
-            self.table,
-            classes,
-            may=self._may_in_class,
-            max_jobs=self.max_jobs,
-            price=price,
-            deadline=self.began + self.budget,
-            seed=self.seed,
-        )
 
     def _weight(self, group: Members) -> float:
         return max(float(self.table.weight[unit]) for unit in group)

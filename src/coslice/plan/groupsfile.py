@@ -87,8 +87,8 @@ def group_options(path: Path, node: str) -> list[str]:
         groups = [group for group in groups if node in group.nodes]
     elif len(named) > 1:
         raise ConfigError(
-            f"{path} is for the nodes {', '.join(named)}, and this is {node}: run coslice orchestrator, and on "
-            "each node coslice agent --node NAME --groups FILE; or put this node's name into the file"
+            f"{path} is for the nodes {', '.join(named)}, and this is {node}: run coslice orchestrator, and "
+            "on each node coslice agent --node NAME --groups FILE; or put this node's name into the file"
         )
     options = []
     for group in groups:

@@ -17,7 +17,7 @@ _STEP = 1.5
 """Groups whose turns differ by up to 2 to this power are played together."""
 _ROUNDS, _STARTS, _MOST = 40.0, 4, 4000
 _MANY = 128
-_MANY_ROUNDS, _MANY_STARTS, _MANY_MOST = 30.0, 3, 400
+_MANY_ROUNDS, _MANY_STARTS, _MANY_MOST = 24.0, 3, 300
 """How every group of a plan is judged in the end: of few units, and of more than ``_MANY``."""
 MARGIN = 1.0
 """Slowdowns are compared with bound × this."""
@@ -33,17 +33,38 @@ class Verdicts:
         self.held: Floats = np.zeros(groups)
         """Weighted useful duty of each group; mean over the starts, as the next two."""
         self.useful: Floats = np.zeros((groups, width))
-        """Useful duty of each member."""
+        """Useful duty of each member: of all the group's accelerators, also where it uses some only."""
         self.swap: Floats = np.zeros(groups)
         self.slowdown: Floats = np.zeros((groups, width))
         """The worst over the starts."""
 
 
 def judge_fully(table: Table, groups: Sequence[Sequence[int]]) -> Verdicts:
-    """The verdict that a plan rests on. The same for a group whenever it is asked for."""
-    if len(table.units) > _MANY:
-        return judge(table, groups, rounds=_MANY_ROUNDS, starts=_MANY_STARTS, most=_MANY_MOST)
-    return judge(table, groups, rounds=_ROUNDS, starts=_STARTS, most=_MOST)
+    """The verdict that a plan rests on. The same for a group whenever it is asked for, and played once."""
+    known = table.judged
+    new = [group for group in dict.fromkeys(map(tuple, groups)) if group not in known]
+    if new:
+        many = len(table.units) > _MANY
+        seen = (
+            judge(table, new, rounds=_MANY_ROUNDS, starts=_MANY_STARTS, most=_MANY_MOST)
+            if many
+            else judge(table, new, rounds=_ROUNDS, starts=_STARTS, most=_MOST)
+        )
+        for row, group in enumerate(new):
+            known[group] = (seen, row)
+    found = Verdicts(len(groups), max(map(len, groups)))
+    for number, some in enumerate(groups):
+        group = tuple(some)
+        seen, row = known[group]
+        width = len(group)
+        found.ok[number], found.held[number], found.swap[number] = (
+            seen.ok[row],
+            seen.held[row],
+            seen.swap[row],
+        )
+        found.useful[number, :width] = seen.useful[row, :width]
+        found.slowdown[number, :width] = seen.slowdown[row, :width]
+    return found
 
 
 def judge(
@@ -65,6 +86,7 @@ def judge(
         seen = predict_many(table, np.tile(some, (starts, 1)), turns=turns, starts=begin)
         found.slowdown[rows] = seen.slowdown.reshape(starts, *some.shape).max(axis=0)
         found.useful[rows] = seen.held.reshape(starts, *some.shape).mean(axis=0)
+        found.useful[rows] *= np.where(some >= 0, table.weight[unit], 0.0) / weight[:, None]
         found.held[rows] = found.useful[rows].sum(axis=1) * weight
         found.swap[rows] = seen.swap.reshape(starts, len(some)).mean(axis=0)
         found.ok[rows] = (found.slowdown[rows] <= bound * MARGIN).all(axis=1)

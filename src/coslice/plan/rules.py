@@ -33,12 +33,6 @@ def never(one: Unit, other: Unit, cluster: Cluster) -> str:
     """Why two units cannot share whatever their phases are; empty: they may."""
     if one.job == other.job:
         return "two pools of one job: it runs on one set of accelerators if it is started colocated"
-    if one.accelerators and other.accelerators and one.accelerators != other.accelerators:
-        return (
-            f"{one.job} uses {one.accelerators} accelerators at a time and {other.job} {other.accelerators}"
-        )
-    if one.nodes != other.nodes:
-        return f"{one.job} spans {one.nodes} nodes and {other.job} {other.nodes}"
     if cluster.host_memory and (both := host_bytes(one) + host_bytes(other)) > cluster.host_memory:
         return (
             f"their saved states take {format_size(both)} of a node's memory, and there are "

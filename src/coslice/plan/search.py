@@ -20,7 +20,7 @@ BLOCK = 400
 """Groups matched at once: the time grows with more than the square, and partners have similar periods."""
 SPAN = 128
 """Neighbours, by period, among which a unit's candidates are sought."""
-_ROUNDS, _STARTS, _MOST = 12.0, 1, 96
+_ROUNDS, _STARTS, _MOST = 10.0, 1, 64
 _TRIES = 256
 
 Members = tuple[int, ...]
@@ -33,15 +33,13 @@ class Searched(Struct):
     groups: list[Members]
     held: dict[Members, float]
     refused: dict[Members, tuple[float, ...]]
-    home: dict[int, int]
-    """Unit → class."""
     edges: int = 0
     moves: int = 0
 
 
 def search(
     table: Table,
-    classes: Sequence[Sequence[int]],
+    units: Sequence[int],
     *,
     may: Allowed,
     max_jobs: int,
@@ -49,12 +47,10 @@ def search(
     deadline: float,
     seed: int,
 ) -> Searched:
-    """``classes``: units of one class may share with each other only. ``price``: of an accelerator, in useful
-    duty. ``deadline``: of the local search, on ``time.monotonic``; the groups are sound whenever it ends."""
-    units = [unit for members in classes for unit in members]
+    """``price``: of an accelerator, in useful duty. ``deadline``: of the local search, on ``time.monotonic``;
+    the groups are sound whenever it ends."""
     held: dict[Members, float] = {(unit,): float(table.weight[unit] * table.duty[unit]) for unit in units}
-    home = {unit: number for number, members in enumerate(classes) for unit in members}
-    found = Searched([(unit,) for unit in units], held, {}, home)
+    found = Searched([(unit,) for unit in units], held, {})
     size = 1
     while size < max_jobs and _merge(table, found, may, max_jobs, price):
         size *= 2
@@ -73,7 +69,7 @@ def _merge(table: Table, found: Searched, may: Allowed, max_jobs: int, price: fl
     groups = found.groups
     pairs = [
         (i, j)
-        for i, j in _all_candidates(table, found)
+        for i, j in _candidates(table, groups)
         if len(groups[i]) + len(groups[j]) <= max_jobs
         and (union := _join(groups[i], groups[j])) not in found.refused
         and may(union)
@@ -144,6 +140,7 @@ class _Features:
         turn, room = unit_blocks(table)
         longest = [max(group, key=lambda unit: table.period[unit]) for group in groups]
         self.load = np.array([sum(table.duty[u] / table.bound[u] for u in group) for group in groups])
+        self.weight = np.array([_weight(table, group) for group in groups])
         self.duty = np.array([sum(table.duty[u] for u in group) for group in groups])
         self.period = np.array([table.period[u] for u in longest])
         self.turn = np.array([max(turn[u] for u in group) for group in groups])
@@ -161,19 +158,9 @@ def unit_blocks(table: Table) -> tuple[Floats, Floats]:
 
 
 def _order(table: Table, groups: Sequence[Members]) -> Ints:
-    return np.argsort([max(float(table.period[u]) for u in group) for group in groups], kind="stable")
-
-
-def _all_candidates(table: Table, found: Searched) -> list[tuple[int, int]]:
-    """Pairs of positions in ``found.groups``."""
-    classes: dict[int, list[int]] = {}
-    for number, group in enumerate(found.groups):
-        classes.setdefault(found.home[group[0]], []).append(number)
-    return [
-        (min(members[i], members[j]), max(members[i], members[j]))
-        for members in classes.values()
-        for i, j in _candidates(table, [found.groups[number] for number in members])
-    ]
+    """By size, and among equals by period: partners of one size waste no accelerators."""
+    period = [max(float(table.period[u]) for u in group) for group in groups]
+    return np.lexsort((period, [_weight(table, group) for group in groups]))
 
 
 def _candidates(table: Table, groups: Sequence[Members]) -> list[tuple[int, int]]:
@@ -182,7 +169,7 @@ def _candidates(table: Table, groups: Sequence[Members]) -> list[tuple[int, int]
     count = len(groups)
     if count < 2:
         return []
-    few = 6 if count <= 2000 else 4
+    few = 12 if count <= 300 else 6 if count <= 2000 else 4
     order = _order(table, groups)
     features = _Features(table, groups)
     span = min(SPAN, count - 1)
@@ -201,7 +188,9 @@ def _candidates(table: Table, groups: Sequence[Members]) -> list[tuple[int, int]
     noise = np.random.default_rng(len(left)).random(len(left))
     both = np.concatenate([left, right]), np.concatenate([right, left])
     chosen = np.zeros(len(left), dtype=bool)
-    for key in (-fill, noise):
+    weight = features.weight
+    same = np.minimum(weight[left], weight[right]) / np.maximum(weight[left], weight[right])
+    for key in (-fill - 2 * same, noise - 2 * same):
         ranked = np.lexsort((np.concatenate([key, key]), both[0]))
         owner = both[0][ranked]
         begin = np.concatenate([[True], owner[1:] != owner[:-1]])
@@ -275,7 +264,7 @@ def _local(
     """Move a unit to another group, or exchange two, where that is worth more; many tries at a time."""
     idle = 0
     while len(found.groups) > 1 and idle < 8 and time.monotonic() < deadline:
-        tries = [move for _ in range(_TRIES) if (move := _move(found, may, max_jobs, rng)) is not None]
+        tries = [move for _ in range(_TRIES) if (move := _move(found.groups, may, max_jobs, rng)) is not None]
         wanted = list(
             dict.fromkeys(group for _, after in tries for group in after if group not in found.held)
         )
@@ -302,11 +291,9 @@ def _local(
 
 
 def _move(
-    found: Searched, may: Allowed, max_jobs: int, rng: random.Random
+    groups: list[Members], may: Allowed, max_jobs: int, rng: random.Random
 ) -> tuple[tuple[Members, ...], tuple[Members, ...]] | None:
-    one, other = rng.sample(found.groups, 2)
-    if found.home[one[0]] != found.home[other[0]]:
-        return None
+    one, other = rng.sample(groups, 2)
     unit, rest = _take(one, rng)
     if rng.random() < 0.5:
         grown = _join(other, (unit,))

@@ -58,6 +58,7 @@ def groups_told(units: Sequence[Unit], groups: Sequence[Members], told: Sequence
     found = []
     for number, (group, seen) in enumerate(zip(groups, told, strict=True), start=1):
         some = [units[u] for u in group]
+        size = max(unit.weight for unit in some)
         found.append(
             Group(
                 name=f"g{number}",
@@ -74,7 +75,7 @@ def groups_told(units: Sequence[Unit], groups: Sequence[Members], told: Sequence
                 ),
                 order=tuple(some[k].job for k in seen.order),
                 useful_duty=math.fsum(seen.useful),
-                duty_bound=duty_bound(unit.duty for unit in some),
+                duty_bound=duty_bound(unit.duty * unit.weight / size for unit in some),
                 swap_duty=seen.swap,
                 accelerators=max(unit.accelerators for unit in some),
                 nodes=("",) * max(unit.nodes for unit in some),

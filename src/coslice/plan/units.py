@@ -4,12 +4,9 @@ Called by the predictors and the search. A unit is a pool, not a job: a job may 
 accelerators and keep its sampler's to itself.
 """
 
-import itertools
-from collections.abc import Sequence
-
 from msgspec import Struct
 
-from coslice.profile.cycle import Cycle, cycles
+from coslice.profile.cycle import cycles
 from coslice.profile.model import Pool, Profile
 
 CYCLES = 512
@@ -61,16 +58,28 @@ def unit_of(
     drawn = any(part.duration.quantiles and not part.duration.samples for part in pool.phases)
     count = CYCLES if drawn else max(len(part.duration.samples) for part in pool.phases) or 1
     made = cycles(pool, count)[-limit:]
-    ends = tuple(itertools.accumulate(cycle.alone for cycle in made))
-    busy = sum(cycle.on for cycle in made)
+    turns: list[UnitTurn] = []
+    ends: list[float] = []
+    end = busy = longest = 0.0
+    for cycle in made:
+        end += cycle.wait
+        last, top = len(cycle.turns) - 1, 0.0
+        for number, turn in enumerate(cycle.turns):
+            end += turn.off + turn.on
+            busy += turn.on
+            top = max(top, turn.on)
+            make = cycle.make if number == 0 else 0.0
+            turns.append(UnitTurn(turn.off, turn.on, make, number == 0, number == last))
+        ends.append(end)
+        longest += top
     return Unit(
         job=profile.name,
         pool=pool.label,
-        turns=_flat(made),
-        turn_s=sum(max(turn.on for turn in cycle.turns) for cycle in made) / len(made),
-        solo_ends=ends,
-        duty=min(1.0, busy / ends[-1]) if ends[-1] > 0 else 1.0,
-        period=ends[-1] / len(made),
+        turns=tuple(turns),
+        turn_s=longest / len(made),
+        solo_ends=tuple(ends),
+        duty=min(1.0, busy / end) if end > 0 else 1.0,
+        period=end / len(made),
         buffered=pool.coupling == "buffered",
         staleness=pool.staleness,
         accelerators=pool.accelerators,
@@ -81,14 +90,4 @@ def unit_of(
         out_s=out_s,
         in_s=in_s,
         weight=max(1, pool.accelerators),
-    )
-
-
-def _flat(made: Sequence[Cycle]) -> tuple[UnitTurn, ...]:
-    return tuple(
-        UnitTurn(
-            turn.off, turn.on, cycle.make if number == 0 else 0.0, number == 0, number == len(cycle.turns) - 1
-        )
-        for cycle in made
-        for number, turn in enumerate(cycle.turns)
     )
