@@ -16,7 +16,7 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.group import Held, Resident, Swapping
 from coslice.core.group_state import active, occupant, open_asks
-from coslice.core.holdings import Context, Leaving, Live, Lost, Operation, Returning, Saved
+from coslice.core.holdings import Context, Leaving, Live, Lost, Operation, Partly, Returning, Saved
 from coslice.core.ids import Epoch, JobId, NodeId
 from coslice.core.policy import Waiter
 from coslice.sim import wire
@@ -57,7 +57,7 @@ def named_key_of(world: World, known: Known) -> Key:
     return _Naming(_Look(world, known), world.setup.jobs).key(merge=False)
 
 
-_KINDS: dict[type, int] = {kind: i for i, kind in enumerate((Live, Leaving, Saved, Returning, Lost))}
+_KINDS: dict[type, int] = {kind: i for i, kind in enumerate((Live, Leaving, Saved, Returning, Lost, Partly))}
 
 
 class _Look:
@@ -341,7 +341,7 @@ class _Naming:
         return () if op is None else (self.job[op.job], self._epoch(op.epoch), op.restores)
 
     def _context(self, served: Served, context: Context) -> Part:
-        members = tuple((m.parked, m.seen) for m in context.members)
+        members = tuple((m.parked, m.part, m.seen) for m in context.members)
         place = context.place
         what: Part
         match place:

@@ -26,6 +26,8 @@ class Process(Struct):
     bytes: int
     member: MemberId
     parked: bool = False
+    away: int = 0
+    """Bytes of it that are in host memory, while the rest is on the device."""
     content: int = 0
     """What the state should be."""
     kept: int = -1
@@ -64,10 +66,10 @@ class Device:
         return [p for p in self.alive.values() if p.job == job]
 
     def has_parked(self, job: JobId) -> bool:
-        return any(p.parked and p.job == job for p in self.alive.values())
+        return any((p.parked or p.away) and p.job == job for p in self.alive.values())
 
     def used(self, job: JobId) -> int:
-        here = [p.bytes for p in self.alive.values() if p.job == job and not p.parked]
+        here = [p.bytes - p.away for p in self.alive.values() if p.job == job and not p.parked]
         return sum(here) + (self.extra.get(job, 0) if here else 0)
 
     def need(self, job: JobId) -> int:
@@ -82,7 +84,7 @@ class Device:
             if process.parked:
                 total += self.residual.get(process.pid, 0)
             else:
-                total += process.bytes
+                total += process.bytes - process.away
                 here.add(process.job)
         return total + sum(self.extra.get(job, 0) for job in here)
 
@@ -97,20 +99,29 @@ class Device:
 
     def move_out(self, process: Process, *, leaves: int = 0) -> None:
         if not process.parked:
-            process.parked, process.kept = True, process.content
+            process.parked, process.away, process.kept = True, 0, process.content
             self.residual[process.pid] = min(leaves, process.bytes // 4)
 
-    def move_in(self, process: Process, where: str) -> None:
-        if not process.parked:
+    def move_part_out(self, process: Process, size: int) -> None:
+        if process.parked or not size:
             return
-        if self.total() - self.residual.get(process.pid, 0) + process.bytes > self.capacity:
+        if process.away + size >= process.bytes:
+            self.move_out(process)
+        else:
+            process.away, process.kept = process.away + size, process.content
+
+    def move_in(self, process: Process, where: str) -> None:
+        if not process.parked and not process.away:
+            return
+        size = process.bytes - self.residual.get(process.pid, 0) if process.parked else process.away
+        if self.total() + size > self.capacity:
             raise Violation(f"3: process {process.pid} of {process.job} runs out of memory on {where}")
         if process.kept != process.content:
             raise Violation(
                 f"6: process {process.pid} of {process.job} on {where} gets back content {process.kept}, "
                 f"it had {process.content}"
             )
-        process.parked = False
+        process.parked, process.away = False, 0
         self.residual.pop(process.pid, None)
 
     def free_buffers(self, members: tuple[MemberId, ...]) -> list[Process]:
@@ -119,7 +130,7 @@ class Device:
         for process in self.alive.values():
             if process.member not in members:
                 continue
-            if process.parked:
+            if process.parked or process.away:
                 gone.append(process)
             process.kept = -1
         return gone
@@ -127,6 +138,6 @@ class Device:
     def compute(self, job: JobId, where: str) -> None:
         """The job's running code changes its state, which must be there."""
         for process in self.of(job):
-            if process.parked:
+            if process.parked or process.away:
                 raise Violation(f"2: {job} computes on {where} while {process.pid} is in host memory")
             process.content += 1

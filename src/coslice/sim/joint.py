@@ -31,6 +31,8 @@ class Setup(Struct, frozen=True, kw_only=True):
     node_rules: NodeRules
     policy: str = "fifo"
     capacity: int
+    divisible: frozenset[JobId] = frozenset()
+    """Jobs that can move a part of their state and leave the rest."""
     instant: bool = False
     """What a client says is heard as it is said; only the way back takes time."""
 
@@ -56,7 +58,13 @@ class World:
         policies = {g: policy_named(setup.policy) for g in setup.groups}
         self.shell = Shell(locks, policies, story)
         self.nodes = {
-            n: Node(n, {g: Served(g, n, setup.node_rules, setup.capacity, story) for g in setup.groups})
+            n: Node(
+                n,
+                {
+                    g: Served(g, n, setup.node_rules, setup.capacity, story, setup.divisible)
+                    for g in setup.groups
+                },
+            )
             for n in setup.nodes
         }
         self.clients: dict[SessionId, Client] = {}
@@ -327,7 +335,7 @@ class World:
             raise Violation(f"5: {grant.request} is granted after its caller left")
         for node, served in self._served(group):
             device, mine = served.device, served.device.of(grant.job)
-            if any(p.parked for p in mine):
+            if any(p.parked or p.away for p in mine):
                 raise Violation(f"2: {grant.job} is granted {group}, but parked on {node.name}")
             if mine and device.total(but=grant.job) + device.need(grant.job) > device.capacity:
                 raise Violation(f"3: {grant.job} is granted {group}, and may outgrow {node.name}")

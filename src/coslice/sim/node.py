@@ -37,6 +37,7 @@ class Served:
         "asked_of",
         "at",
         "device",
+        "divisible",
         "due",
         "group",
         "holdings",
@@ -49,7 +50,17 @@ class Served:
         "story",
     )
 
-    def __init__(self, group: GroupId, node: NodeId, rules: NodeRules, capacity: int, story: Story) -> None:
+    def __init__(
+        self,
+        group: GroupId,
+        node: NodeId,
+        rules: NodeRules,
+        capacity: int,
+        story: Story,
+        divisible: frozenset[JobId] = frozenset(),
+    ) -> None:
+        """``divisible``: jobs that can move a part of their state."""
+        self.divisible = divisible
         self.group, self.story, self.name = group, story, f"{node}/{group}"
         self.holdings = Holdings(group=group, node=node, device_budget=capacity, rules=rules)
         self._facts = (self.holdings, facts(self.holdings))
@@ -206,6 +217,8 @@ class Served:
                 start_time=process.pid,
                 bytes=process.bytes,
                 parked=process.parked,
+                part=process.away > 0,
+                divisible=process.job in self.divisible,
             )
         )
 
@@ -289,25 +302,29 @@ class Served:
         (effect, members), self.late = self.late, None
         there = [p for p in self.device.of(effect.job) if p.member in members][:count]
         if isinstance(effect, fx.RunSnapshot):
-            for process in [] if inside else there:
-                self.device.move_out(process)
+            self._move_out([] if inside else there, effect.least)
         else:
             self._move_in(there)
 
     def _snapshot(self, effect: fx.RunSnapshot, there: list[Process], how: str, leaves: int) -> None:
         op, job, attempt, device = effect.op, effect.job, effect.attempt, self.device
-        for process in there if how == "ok" else there[:1] if how in ("half", "silent") else ():
-            device.move_out(process, leaves=leaves if how == "ok" else 0)
-        if all(p.parked for p in device.of(job)):
+        moving = there if how == "ok" else there[:1] if how in ("half", "silent") else []
+        size = self._move_out(moving, effect.least, leaves=leaves if how == "ok" else 0)
+        if all(p.parked or p.away for p in device.of(job)):
             device.extra[job] = 0
         if how == "ok" and there:
-            size = sum(p.bytes for p in there)
-            residual = sum(device.residual.get(p.pid, 0) for p in there)
-            self.hear(
-                ev.SnapshotSucceeded(
-                    at=self.at, job=job, op=op, attempt=attempt, bytes=size, residual=residual, seconds=0.1
-                )
+            residual = sum(device.residual.get(p.pid, 0) if p.parked else p.bytes - p.away for p in there)
+            done = ev.SnapshotSucceeded(
+                at=self.at,
+                job=job,
+                op=op,
+                attempt=attempt,
+                bytes=size,
+                residual=residual,
+                seconds=0.1,
+                partly=any(p.away for p in there),
             )
+            self.hear(done)
         elif how != "silent":
             busy, no_room = how == "busy", how == "no_room"
             self.hear(
@@ -316,11 +333,24 @@ class Served:
                 )
             )
 
+    def _move_out(self, processes: list[Process], least: int, *, leaves: int = 0) -> int:
+        """All of it, or its share of ``least`` from each process. Returns the bytes that moved."""
+        before = sum(p.away for p in processes)
+        total = sum(p.bytes - p.away for p in processes if not p.parked)
+        if not least or least >= total:
+            for process in processes:
+                self.device.move_out(process, leaves=leaves)
+            return sum(p.bytes for p in processes) - before
+        for process in processes:
+            share = -(-least * (process.bytes - process.away) // total)
+            self.device.move_part_out(process, share)
+        return sum(p.away or p.bytes for p in processes) - before
+
     def _restore(self, effect: fx.RunRestore, there: list[Process], how: str) -> None:
         op, job, attempt = effect.op, effect.job, effect.attempt
+        size = sum(p.away or p.bytes for p in there)
         self._move_in(there if how == "ok" else there[:1] if how in ("half", "silent") else [])
         if how == "ok" and there:
-            size = sum(p.bytes for p in there)
             self.hear(
                 ev.RestoreSucceeded(at=self.at, job=job, op=op, attempt=attempt, bytes=size, seconds=0.1)
             )
@@ -387,13 +417,13 @@ class Served:
                 raise Violation(f"1: {self.name} says that process {end.pid} of {end.job} ended: it lives")
 
     def _check_process(self, process: Process, state: ContextState | None, said: ContextState | None) -> None:
-        if state is ContextState.LIVE and process.parked:
+        if state is ContextState.LIVE and (process.parked or process.away):
             raise Violation(f"2: {self.name} says {process.job} is loaded; {process.pid} is in host memory")
         if state is ContextState.SAVED and not process.parked:
             raise Violation(f"4: {self.name} says {process.job} is saved; {process.pid} is on the device")
         if state is None and said is not ContextState.LOST and not process.lost:
             raise Violation(f"6: {self.name} has forgotten {process.member} without a word")
-        if process.parked and process.kept != process.content and not process.lost:
+        if (process.parked or process.away) and process.kept != process.content and not process.lost:
             reported = state is ContextState.LOST or (state is None and said is ContextState.LOST)
             if not reported:
                 raise Violation(f"6: the state of {process.member} on {self.name} is nowhere, not even lost")

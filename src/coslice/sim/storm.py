@@ -53,6 +53,7 @@ def setup_for(rng: Random) -> Setup:
         ),
         policy=rng.choice(("fifo", "fifo", "fewest_swaps")),
         capacity=CAPACITY,
+        divisible=frozenset(JobId(name) for name in "abcd" if rng.random() < 0.5),
     )
 
 
@@ -545,7 +546,7 @@ class Storm:
         if found is None:
             return False
         node, served = found
-        here = [p.job for p in served.device.alive.values() if not p.parked]
+        here = [p.job for p in served.device.alive.values() if not p.parked and not p.away]
         if not here:
             return False
         job = here[self.rng.randrange(len(here))]

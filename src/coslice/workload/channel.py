@@ -24,7 +24,7 @@ from coslice.wire.v1 import coslice_pb2_grpc as rpc
 from coslice.workload import ticket
 from coslice.workload.buffers import AgentBuffers
 from coslice.workload.mover import stay_on
-from coslice.workload.registry import DISCARD, OFFLOAD, GroupState
+from coslice.workload.registry import DISCARD, OFFLOAD, PARTS, GroupState
 
 _log = logging.getLogger("coslice")
 _OPTIONS = (
@@ -168,6 +168,7 @@ class Channel:
 
     def _registration(self, proof: str) -> pb.WorkloadMessage:
         state, identity = self._state, self.identity
+        state.bring_ahead(0)  # what was brought for an agent that is gone
         size = state.measure()
         self._told = (size, self.need)
         register = pb.Register(
@@ -181,7 +182,7 @@ class Channel:
             need_bytes=self.need,
             parked=state.parked(),
             parked_bytes=state.parked_bytes,
-            modes=[OFFLOAD, DISCARD] if state.may_discard() else [OFFLOAD],
+            modes=_modes(state),
             device=identity.device,
             backend=identity.backend,
             ticket=proof,
@@ -200,6 +201,10 @@ class Channel:
                 outbox.put(self._once(command.move_out.op, command))
             case "move_in":
                 outbox.put(self._once(command.move_in.op, command))
+            case "prepare":
+                self._prepare(command.prepare.buffer_bytes)
+            case "bring_ahead":
+                outbox.put(self._bring_ahead(command.bring_ahead))
             case unknown:
                 _log.warning("coslice: the agent sent %s, which this version does not know; ignored", unknown)
 
@@ -268,7 +273,30 @@ class Channel:
             wait_s=move.wait,
             device_bytes_before=move.device_before,
             device_bytes_after=move.device_after,
+            copied_bytes=move.copied,
+            copy_s=move.copy_seconds,
+            left_bytes=max(0, size - self._state.parked_bytes),
         )
+
+    def _prepare(self, size: int) -> None:
+        """Best effort: a move gets its memory itself if it must."""
+        try:
+            self._state.prepare(size)
+        except CosliceError as error:
+            _log.debug("coslice: no host memory made ready: %s", error)
+
+    def _bring_ahead(self, asked: pb.BringAhead) -> pb.WorkloadMessage:
+        try:
+            here = self._state.bring_ahead(asked.most_bytes)
+            return pb.WorkloadMessage(ahead=pb.Ahead(op=asked.op, bytes=here, ok=True))
+        except CosliceError as error:  # nothing is lost: the move in says what is wrong, if it still is
+            _log.info("coslice: %s: nothing brought ahead: %s", asked.op, error)
+            return pb.WorkloadMessage(ahead=pb.Ahead(op=asked.op, message=str(error)))
+
+
+def _modes(state: GroupState) -> list[str]:
+    discard = [DISCARD] if state.may_discard() else []
+    return [OFFLOAD, *discard, *([PARTS] if state.may_divide() else [])]
 
 
 def _cancel(call: Any) -> None:

@@ -14,6 +14,8 @@ from coslice.workload.arena import Arena
 from coslice.workload.buffers import Buffers, HostBuffer
 
 OFFLOAD, DISCARD = "offload", "discard"
+PARTS = "parts"
+"""What a process that can move a part of its state, and leave the rest, says among its modes."""
 
 
 @dataclass(eq=False, slots=True)

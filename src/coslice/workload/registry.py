@@ -20,9 +20,9 @@ from coslice.workload.adapters import Divisible, Slotted, Taken
 from coslice.workload.arena import Arena
 from coslice.workload.buffers import Buffers, LocalBuffers
 from coslice.workload.mover import Mover
-from coslice.workload.parts import DISCARD, OFFLOAD, Part, Registration, make_parts, place, told
+from coslice.workload.parts import DISCARD, OFFLOAD, PARTS, Part, Registration, make_parts, place, told
 
-__all__ = ["DISCARD", "OFFLOAD", "GroupState", "Move", "Registration"]
+__all__ = ["DISCARD", "OFFLOAD", "PARTS", "GroupState", "Move", "Registration"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,6 +338,8 @@ class GroupState:
         For the next turn, while another's state leaves. ``most=0`` frees it again: nothing was changed, so
         nothing is copied. Raises as ``move_in``, and then nothing of it is on the device.
         """
+        if not most and not any(part.loaded for part in list(self._out)):
+            return 0
         with self._moving:
             return self._mover.run(lambda: self._bring_ahead(most))
 
