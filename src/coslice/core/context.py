@@ -225,10 +225,6 @@ def _on_measured(turn: NodeTurn, event: ev.UsageMeasured) -> None:
         if _notable(place.left, event.bytes):
             turn.move(context, replace(place, left=max(1, event.bytes)), use=event.bytes)
         return
-    if isinstance(place, Partly):
-        if _notable(place.left, event.bytes):
-            turn.move(context, replace(place, left=max(1, event.bytes)), use=event.bytes)
-        return
     use = event.bytes if _notable(context.use, event.bytes) else context.use
     peak = max(context.peak, event.bytes) if isinstance(place, Live) else context.peak
     if (use, peak) != (context.use, context.peak):

@@ -142,8 +142,6 @@ class RunSnapshot(_Effect, frozen=True, kw_only=True):
     attempt: int
     least: int = 0
     """So many bytes or some more, where a part can move alone; 0: all."""
-    least: int = 0
-    """So many bytes or some more, where a part can move alone; 0: all."""
 
 
 class RunRestore(_Effect, frozen=True, kw_only=True):

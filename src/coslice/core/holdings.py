@@ -87,8 +87,6 @@ class Leaving(Struct, frozen=True, kw_only=True, tag=True):
     """So many bytes have to leave; 0: all."""
     saved: int = 0
     """Bytes that were in host memory before."""
-    saved: int = 0
-    """Bytes that were in host memory before."""
     reason: str = ""
 
 
@@ -138,10 +136,6 @@ class Context(Struct, frozen=True, kw_only=True):
     @property
     def bytes(self) -> int:
         return sum(m.bytes for m in self.members)
-
-    @property
-    def divisible(self) -> bool:
-        return all(m.divisible for m in self.members)
 
     @property
     def divisible(self) -> bool:
@@ -306,14 +300,6 @@ def lacking(holdings: Holdings, job: JobId, need: int, beside: Iterable[Context]
     return max(0, need + sum(shares) + residuals(holdings, but=job) - holdings.device_budget)
 
 
-def lacking(holdings: Holdings, job: JobId, need: int, beside: Iterable[Context]) -> int | None:
-    """By how many bytes ``need`` does not fit with those jobs left where they are; None: that is unknown."""
-    shares = [taken(holdings, c) for c in beside]
-    if not holdings.device_budget or not need or not all(shares):
-        return None
-    return max(0, need + sum(shares) + residuals(holdings, but=job) - holdings.device_budget)
-
-
 def fit_text(holdings: Holdings, need: int, beside: Iterable[Context]) -> str:
     shares = [taken(holdings, c) for c in beside]
     word = "both" if len(shares) == 1 else "all"
@@ -373,8 +359,6 @@ def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
         case Leaving(reason=reason):
             grace = holdings.rules.stuck_grace
             return ContextState.LEAVING, f"stuck: {reason}; unless it leaves within {grace:g} s it is killed"
-        case Partly(saved=saved, left=left):
-            return ContextState.LEAVING, f"{mib(saved)} are in host memory, {mib(left)} wait on the device"
         case Partly(saved=saved, left=left):
             return ContextState.LEAVING, f"{mib(saved)} are in host memory, {mib(left)} wait on the device"
         case Saved():

@@ -67,9 +67,6 @@ def _of_context(holdings: Holdings, context: Context) -> list[str]:
         case Partly(left=left):
             if left < 1 or not all(m.parked or m.part for m in context.members):
                 found.append(f"{job} counts as partly saved but a process of it is whole on the device")
-        case Partly(left=left):
-            if left < 1 or not all(m.parked or m.part for m in context.members):
-                found.append(f"{job} counts as partly saved but a process of it is whole on the device")
         case Live(whole=whole):
             if whole and any(m.parked or m.part for m in context.members):
                 found.append(f"{job} counts as whole on the device but a process of it is parked")
@@ -105,8 +102,6 @@ def violations_of_step(before: Holdings, event: NodeEvent, taken: Step[Holdings,
                 context = find(after, job)
                 if context is None or not isinstance(context.place, Leaving) or not context.ready:
                     found.append(f"a snapshot of {job} starts that the state does not know of")
-                elif effect.least and not context.divisible:
-                    found.append(f"a part of {job} is moved, which it did not offer")
                 elif effect.least and not context.divisible:
                     found.append(f"a part of {job} is moved, which it did not offer")
             case fx.ReportDone() | fx.ReportFailed():

@@ -29,7 +29,6 @@ from coslice.core.node_turn import NodeTurn, asked, count_eviction, lose
 from coslice.core.outcome import Rejected
 
 IN_PART = "some of it is in host memory"
-IN_PART = "some of it is in host memory"
 LOST_KEPT = 32
 """Reasons of that many lost jobs are remembered; the oldest go first."""
 ENDED_KEPT = 64

@@ -40,9 +40,6 @@ from coslice.core.node_turn import NodeTurn, fail, pid_of
 SPARE_PERCENT = 6
 """More than lacks is asked of a part that leaves: a snapshot counts when 95 % of its bytes are free."""
 
-SPARE_PERCENT = 6
-"""More than lacks is asked of a part that leaves: a snapshot counts when 95 % of its bytes are free."""
-
 
 def advance(turn: NodeTurn) -> None:
     while in_transit(turn.holdings) is None:
