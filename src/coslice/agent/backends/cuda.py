@@ -10,17 +10,15 @@ import importlib.util
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from coslice.agent.backends import cuda_checks as checks
 from coslice.agent.backends.base import (
     Capabilities,
-    Defaults,
     MoveError,
     NodeContext,
     Presence,
@@ -30,12 +28,12 @@ from coslice.agent.backends.base import (
 )
 from coslice.agent.backends.cuda_binary import CheckpointProgram
 from coslice.agent.backends.cuda_calls import Calls, Pair, State, UsableError
-from coslice.agent.backends.cuda_hooks import Hooks
-from coslice.agent.backends.cuda_ledger import KEY, Entry, Key, Ledger, Target
 from coslice.agent.backends.cuda_moves import Failure, Moves
 from coslice.agent.backends.cuda_pool import HelperPool
 from coslice.agent.backends.cuda_settings import Settings, read_pairs, read_settings
 from coslice.agent.backends.cuda_targets import find_targets
+from coslice.agent.backends.process_backend import ProcessBackend
+from coslice.agent.backends.process_ledger import Entry, Target
 from coslice.agent.discovery.survey import Survey
 from coslice.agent.members import Member
 from coslice.errors import ConfigError
@@ -43,23 +41,19 @@ from coslice.sizes import format_size
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 SETTLE_STEP = 0.02
 RETIRE_LOCK, RETIRE_SECONDS = 5.0, 20.0
 """Who is to be killed is asked to leave the device first, for so long."""
 
 
-class CudaBackend(Defaults):
+class CudaBackend(ProcessBackend):
     def __init__(
         self, node: NodeContext, settings: Settings, calls: Calls, pairs: tuple[Pair, ...] = ()
     ) -> None:
+        super().__init__("cuda", node, patience=settings.lock_timeout)
         self.settings = settings
-        self._node, self._calls, self._pairs = node, calls, pairs
-        self._ledger = Ledger(node.store, node.found.get(KEY))
-        self._hooks = Hooks(timeout=node.config.move_timeout, section_wait=node.config.section_wait)
-        self._turns: dict[Key, asyncio.Lock] = {}
+        self._calls, self._pairs = calls, pairs
         self._devices: dict[str, asyncio.Lock] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
         self.driver_seconds = 0.0
         """Of all moves so far: time in the driver, of each step that of its slowest process."""
 
@@ -70,10 +64,6 @@ class CudaBackend(Defaults):
         """Of a whole operation: lock, copy, unlock."""
         rules = self.settings
         return rules.lock_timeout + 2 * self._call_deadline(size) + self._node.config.section_wait
-
-    def holds(self, members: Sequence[Member]) -> bool:
-        entry = self._entry(members)
-        return entry is not None and entry.phase != "locking"
 
     def out_of_reach(self, pid: int) -> bool:
         """Does a driver call for it still hang?"""
@@ -99,9 +89,7 @@ class CudaBackend(Defaults):
                 await self._ledger.drop(entry.key)
 
     async def close(self) -> None:
-        """Operations go on to their end, within reason: half a swap is worse than a slow stop."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self.settings.lock_timeout)
+        await super().close()
         await self._calls.close()
 
     # ── the protocol ───────────────────────────────────────────────────────
@@ -121,8 +109,7 @@ class CudaBackend(Defaults):
     async def snapshot(
         self, members: Sequence[Member], *, op: str, mode: str = "offload", tags: Sequence[str] = ()
     ) -> Snapshotted:
-        if tags or mode != "offload":
-            raise MoveError("backend cuda moves whole processes: no tags, and no mode but offload")
+        self._check_whole(mode, tags)
         return await self._whole(members, lambda: self._snapshot(members, op))
 
     async def restore(self, members: Sequence[Member], *, op: str) -> Restored:
@@ -150,26 +137,6 @@ class CudaBackend(Defaults):
             if target.pid not in known and target.alive
         )
 
-    async def _whole(self, members: Sequence[Member], work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """One operation of a job at a time, and to its end, whatever becomes of the caller."""
-
-        async def run() -> T:
-            async with self._turns.setdefault(_key(members), asyncio.Lock()):
-                try:
-                    return await work()
-                except UsableError as error:
-                    raise MoveError(str(error)) from None
-
-        task = asyncio.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return await asyncio.shield(task)
-
-    def _done(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.debug("a move ended: %s", error)
-
     # ── device → host ──────────────────────────────────────────────────────
 
     async def _snapshot(self, members: Sequence[Member], op: str) -> Snapshotted:
@@ -187,10 +154,10 @@ class CudaBackend(Defaults):
             return Snapshotted(bytes=size, residual=0, seconds=time.monotonic() - began)
         self._refuse_wedged(live)
         await asyncio.to_thread(self._check, live, survey)
-        await self._calls.warm(len(live))
+        await self._warm(len(live))
         async with self._hooks.around(members, op):
             await asyncio.to_thread(checks.check_communicators, live, survey)
-            entry = _entry(members, op, (*before, *live))
+            entry = self._new_entry(members, op, (*before, *live))
             await self._freeze(entry, live, moves, members)
         self._mark(members, parked=True)
         self.driver_seconds += moves.driver_seconds
@@ -199,18 +166,20 @@ class CudaBackend(Defaults):
     async def _freeze(
         self, entry: Entry, live: Sequence[Target], moves: Moves, members: Sequence[Member]
     ) -> None:
-        entry = await self._ledger.put(entry)
-        if failures := await moves.lock(live):
+        """Raises ``MoveError``, or whatever broke, with everything back where it was."""
+        try:
+            entry = await self._ledger.put(entry)
+            failures = await moves.lock(live)
+            if failures:
+                raise _error(entry, failures, busy=all(failure.busy for failure in failures))
+            entry = await self._ledger.step(entry, "checkpointing")
+            failures = await moves.checkpoint(live) or await self._still_there(members, live, moves)
+            if failures:
+                raise _error(entry, failures)
+            await self._ledger.step(entry, "parked")
+        except BaseException:
             await self._undo(entry, live, moves)
-            raise _error(entry, failures, busy=all(failure.busy for failure in failures))
-        entry = await self._ledger.step(entry, "checkpointing")
-        failures = await moves.checkpoint(live)
-        if not failures:
-            failures = await self._still_there(members, live, moves)
-        if failures:
-            await self._undo(entry, live, moves)
-            raise _error(entry, failures)
-        await self._ledger.step(entry, "parked")
+            raise
 
     async def _still_there(
         self, members: Sequence[Member], live: Sequence[Target], moves: Moves
@@ -291,7 +260,7 @@ class CudaBackend(Defaults):
             gone = ", ".join(str(target.pid) for target in entry.targets if target not in targets)
             raise MoveError(f"process {gone} of {entry.job} ended while its state was parked", lost=True)
         self._refuse_wedged(targets)
-        await self._calls.warm(len(targets))
+        await self._warm(len(targets))
         moves = self._moves()
         states = await moves.states(targets)
         for target in targets:
@@ -361,6 +330,12 @@ class CudaBackend(Defaults):
         states = await moves.states(target for target in entry.targets if target.alive)
         return tuple(t for t in entry.targets if states.get(t.pid) is State.CHECKPOINTED)
 
+    async def _warm(self, calls: int) -> None:
+        try:
+            await self._calls.warm(calls)
+        except UsableError as error:
+            raise MoveError(str(error)) from None
+
     def _check(self, live: Sequence[Target], survey: Survey) -> None:
         for target in live:
             checks.check_process(target, survey)
@@ -391,27 +366,6 @@ class CudaBackend(Defaults):
     def _ours(self) -> frozenset[int]:
         helpers = self._calls.pids if isinstance(self._calls, HelperPool) else frozenset[int]()
         return helpers | {self._node.surveyor.pid}
-
-    def _entry(self, members: Sequence[Member]) -> Entry | None:
-        entry = self._ledger.get(_key(members)) if members else None
-        return entry if entry is not None and entry.incarnation == members[0].incarnation else None
-
-    @staticmethod
-    def _mark(members: Sequence[Member], *, parked: bool) -> None:
-        for member in members:
-            member.parked = parked
-            member.residual = 0
-
-
-def _key(members: Sequence[Member]) -> Key:
-    return (members[0].group, members[0].job)
-
-
-def _entry(members: Sequence[Member], op: str, targets: tuple[Target, ...]) -> Entry:
-    group, job = _key(members)
-    return Entry(
-        group=group, job=job, incarnation=members[0].incarnation, phase="locking", op=op, targets=targets
-    )
 
 
 def _error(entry: Entry, failures: Sequence[Failure], *, busy: bool = False) -> MoveError:

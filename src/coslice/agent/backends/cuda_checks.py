@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from coslice.agent.backends.base import MoveError
-from coslice.agent.backends.cuda_ledger import Target
+from coslice.agent.backends.process_ledger import Target
 from coslice.agent.discovery import cgroups, procfs
 from coslice.agent.discovery.survey import Survey
 from coslice.sizes import format_size

@@ -19,9 +19,10 @@ from coslice.agent.backends.cuda_calls import (
     Reply,
     Request,
     State,
+    UsableError,
     meaning,
 )
-from coslice.agent.backends.cuda_ledger import Target
+from coslice.agent.backends.process_ledger import Target
 
 STATE_SECONDS = 20.0
 """Reading a state starts nothing, but was seen to take seconds, and hangs while a peer is locked."""
@@ -69,7 +70,7 @@ class Moves:
                 reply = await self._calls.call(
                     Request(action="state", pid=target.pid), deadline=STATE_SECONDS
                 )
-            except CallHangs:
+            except (CallHangs, UsableError):
                 return None
             except CallBroke:
                 continue
@@ -84,7 +85,7 @@ class Moves:
         for _ in range(self._tries):
             try:
                 reply = await self._calls.call(Request(action="tid", pid=pid), deadline=STATE_SECONDS)
-            except (CallHangs, CallBroke):
+            except (CallHangs, CallBroke, UsableError):
                 return True  # it does something with the driver
             if reply.code == api.OK:
                 return True
@@ -200,6 +201,8 @@ class Moves:
             return Failure(pid=target.pid, text=str(hangs), hangs=True, final=True)
         except CallBroke as broke:
             reply = Reply(code=999, name=str(broke))
+        except UsableError as error:
+            reply = Reply(code=api.UNAVAILABLE, name=str(error))
         self._spent[target.pid] = self._spent.get(target.pid, 0.0) + reply.seconds
         state = _known(reply.state)
         if state is None and (reply.code or request.verify):

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Iterable, Sequence
 
-from coslice.agent.backends.cuda_ledger import Target
 from coslice.agent.backends.cuda_moves import Moves
+from coslice.agent.backends.process_ledger import Target
 from coslice.agent.discovery import procfs
 from coslice.agent.discovery.survey import Survey
 from coslice.agent.members import Member

@@ -1,5 +1,5 @@
-"""What the ``cuda`` backend has begun and done, kept over restarts of the agent: NVML does not list a
-checkpointed process, so who was parked is written nowhere else.
+"""What a backend of whole processes has begun and done, kept over restarts of the agent: a parked process is
+on no device, so whose it is and what it needs to come back is written nowhere else.
 
 Each step is written before it is taken. The states of the processes are the driver's to tell; this only says
 whose they are and what was meant. Not synced to disk: processes end with the machine, and their entries mean
@@ -7,7 +7,7 @@ nothing then.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -18,8 +18,6 @@ from coslice.core.ids import GroupId, Incarnation, JobId
 from coslice.store import Store
 from coslice.store.codec import Codec
 from coslice.store.slot import Slot
-
-KEY = "backend/cuda/parked"
 
 Phase = Literal["locking", "checkpointing", "parked", "restoring"]
 
@@ -77,9 +75,10 @@ class _Book(Struct, frozen=True):
 
 
 class Ledger:
-    def __init__(self, store: Store, found: tuple[bytes, int] | None) -> None:
-        """Raises ``ConfigError`` if what was found is not ours to read."""
-        self._slot = Slot(store, KEY, Codec(_Book, kind="cuda-ledger"), found)
+    def __init__(self, backend: str, store: Store, found: Mapping[str, tuple[bytes, int]]) -> None:
+        """``found``: what the store held. Raises ``ConfigError`` if it is not ours to read."""
+        key = f"backend/{backend}/parked"
+        self._slot = Slot(store, key, Codec(_Book, kind="parked-processes"), found.get(key))
         book = self._slot.state() or _Book()
         self._entries = {entry.key: entry for entry in book.entries}
         self._saving = asyncio.Lock()
