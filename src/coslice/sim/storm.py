@@ -14,6 +14,7 @@ from coslice.core.effects import RefuseCode, RunSnapshot
 from coslice.core.group import GroupRules, Held
 from coslice.core.group_state import occupant, view_of
 from coslice.core.ids import Epoch, GroupId, JobId, NodeId, SessionId
+from coslice.core.policy import NAMES
 from coslice.sim import wire
 from coslice.sim.client import Client
 from coslice.sim.device import MIB
@@ -51,7 +52,7 @@ def setup_for(rng: Random) -> Setup:
             restore_timeout=20.0,
             room_wait=rng.choice((1.0, 5.0)),
         ),
-        policy=rng.choice(("fifo", "fifo", "fewest_swaps")),
+        policy=rng.choice(("fifo", *NAMES)),
         capacity=CAPACITY,
         divisible=frozenset(JobId(name) for name in "abcd" if rng.random() < 0.5),
     )
