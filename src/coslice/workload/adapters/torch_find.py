@@ -184,9 +184,24 @@ def check_movable(blocks: list[Block]) -> None:
     for block in blocks:
         if block.device == "cpu" and (not block.storage.resizable() or block.storage.is_shared()):
             shared = block.storage.is_shared()
+            if block.tag == OPTIMIZER and not shared:
+                _own(block)
+                continue
             why = "shared with other processes" if shared else "also used by numpy or other code"
             raise ConfigError(
                 f"tensor {block.name!r} cannot be moved: its memory is {why}; register a copy that torch "
                 "owns (tensor.clone()), and take numpy arrays of copies only (tensor.clone().numpy())",
                 data={"tensor": block.name},
             )
+
+
+def _own(block: Block) -> None:
+    """Give an optimizer's state memory that torch can resize; the tensors stay the same objects.
+
+    ``Optimizer.load_state_dict`` keeps the tensors of ``torch.load``, whose memory is the loaded file's:
+    every job that resumes from a checkpoint has them.
+    """
+    copy = block.storage.clone()
+    for tensor, _ in block.tensors:
+        tensor.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+    block.storage = copy
