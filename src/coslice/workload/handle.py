@@ -6,10 +6,11 @@ Reads the environment that ``coslice run`` sets; without it the handle moves not
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from coslice.errors import ConfigError, CosliceError, OperationFailed
+from coslice.security.credentials import credentials_from
 from coslice.workload.adapters import Adapter
 from coslice.workload.adapters.callbacks import CallbackAdapter
 from coslice.workload.channel import Identity
@@ -93,6 +94,11 @@ def register(
     optimizer: Any = None,
     *,
     tensors: Any = None,
+    arrays: Any = None,
+    engine: Any = None,
+    regions: Sequence[str] = (),
+    probe: Callable[[], Any] | None = None,
+    endpoint: str = "",
     tags: Mapping[str, str] | None = None,
     need: int | None = None,
     on_snapshot: Callable[[], Any] | None = None,
@@ -111,6 +117,11 @@ def register(
     ``tensors``: others, in any nesting. Regions have the tags ``weights``, ``adapter`` (names with
     ``lora_``), ``gradients`` and ``optimizer``, unless ``{tag: object}`` or ``tags={"pattern of names":
     "tag"}`` say otherwise. Tensors that come later (gradients, optimizer state) are found when state moves.
+
+    ``arrays``: a dictionary, list or object that holds JAX arrays. ``engine``: vLLM's ``LLM`` or
+    ``AsyncLLM``, SGLang's ``Engine``, or ``torch_memory_saver`` with the tags of its ``regions``; ``probe()``
+    is called before it sleeps and after it woke, and must return the same. ``endpoint``: address of a vLLM or
+    SGLang server that this process started; the agent moves its state over HTTP, nothing else is registered.
 
     ``on_snapshot()`` runs before a move out and may return bytes to keep, ``on_restore(bytes or None)`` after
     the way back, both in another thread. ``mode="discard"``: bytes are dropped and ``on_restore`` fills them
@@ -134,22 +145,40 @@ def register(
     if adapter is not None:
         adapter.incremental, adapter.verify = incremental, verify
     adapters: list[Adapter] = [] if adapter is None else [adapter]
-    if on_snapshot is not None or on_restore is not None:
+    if arrays is not None:
+        from coslice.workload.adapters.jax import JaxAdapter
+
+        adapters.append(JaxAdapter(arrays))
+    if engine is not None:
+        from coslice.workload.adapters.engine import engine_adapter
+
+        adapters.append(engine_adapter(engine, regions=regions, probe=probe))
+    if endpoint and adapters:
+        raise ConfigError(
+            "the agent moves the server at endpoint= as a whole: register model, arrays or engine for "
+            "another group, or from another process"
+        )
+    if on_snapshot is not None or on_restore is not None or endpoint:
         adapters.append(CallbackAdapter(on_snapshot, on_restore))
     if not adapters:
-        raise ConfigError("nothing to register: pass model=, optimizer=, tensors= or callbacks")
+        raise ConfigError(
+            "nothing to register: pass model=, optimizer=, tensors=, arrays=, engine=, endpoint= or callbacks"
+        )
 
     identity = Identity(
         job=job_name,
         incarnation=env.get("COSLICE_INCARNATION", ""),
         group=group_name,
         rank=_number(env, "COSLICE_RANK", _number(env, "RANK", 0)),
-        device=adapter.device if adapter is not None else env.get("COSLICE_DEVICE") or "host",
-        backend=env.get("COSLICE_BACKEND", ""),
+        device=_device(adapters) or env.get("COSLICE_DEVICE") or "host",
+        backend=f"app_endpoint:url={endpoint}" if endpoint else env.get("COSLICE_BACKEND", ""),
         socket=env.get("COSLICE_AGENT_SOCKET", ""),
+        credentials=credentials_from(env),
     )
     needed = _number(env, "COSLICE_NEED", 0) if need is None else need
-    names: Collection[str] = adapter.roots.names if adapter is not None else ("callbacks",)
+    kinds = {"arrays": arrays, "engine": engine, endpoint or "endpoint": endpoint or None}
+    rest = [name for name, given in kinds.items() if given is not None] or ["callbacks"]
+    names: Collection[str] = adapter.roots.names if adapter is not None else rest
     registration = Registration(", ".join(names), adapters, mode, refills=on_restore is not None)
     joined = PROCESS.join(registration, identity, agent=address, need=needed, verify=verify)
     if joined.channel is not None and not joined.channel.wait_answered(ANSWER_SECONDS):
@@ -157,6 +186,10 @@ def register(
             "coslice: no agent answers at %s yet; dialling on (start one with `coslice up`)", address
         )
     return Handle(registration, joined)
+
+
+def _device(adapters: Sequence[Adapter]) -> str:
+    return next((str(device) for each in adapters if (device := getattr(each, "device", ""))), "")
 
 
 def _torch_adapter(
