@@ -29,7 +29,7 @@ class Grouping:
     ) -> None:
         self.table, self.units, self.cluster, self.max_jobs = table, table.units, cluster, max_jobs
         self.share, self.seed, self.began = share, seed, began
-        self.budget = budget if budget is not None else 0.3 + len(self.units) / 2000
+        self.budget = budget if budget is not None else 0.25 + len(self.units) / 2500
         names = {name: number for number, name in enumerate(dict.fromkeys(unit.job for unit in self.units))}
         self.jobs = [names[unit.job] for unit in self.units]
         self.failed: dict[Members, tuple[float, ...]] = {}

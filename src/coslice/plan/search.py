@@ -18,9 +18,11 @@ from coslice.plan.judge import judge, judge_fully
 
 BLOCK = 400
 """Groups matched at once: the time grows with more than the square, and partners have similar periods."""
-SPAN = 128
+SPAN = 96
 """Neighbours, by period, among which a unit's candidates are sought."""
 _ROUNDS, _STARTS, _MOST = 10.0, 1, 64
+_LOAD = 1.02
+"""As in ``exact``: a little above the work bound the prediction decides."""
 _TRIES = 256
 
 Members = tuple[int, ...]
@@ -166,19 +168,22 @@ def _order(table: Table, groups: Sequence[Members]) -> Ints:
 def _candidates(table: Table, groups: Sequence[Members]) -> list[tuple[int, int]]:
     """Few pairs per group, that an estimate says may work: those that fill the accelerators best, and some at
     random so that not everybody wants the same partner."""
-    count = len(groups)
+    load = np.array([sum(table.duty[u] / table.bound[u] for u in group) for group in groups])
+    open_to = np.nonzero(load + load.min() <= _LOAD)[0]
+    count = len(open_to)
     if count < 2:
         return []
+    some = [groups[int(number)] for number in open_to]
     few = 12 if count <= 300 else 6 if count <= 2000 else 4
-    order = _order(table, groups)
-    features = _Features(table, groups)
+    order = _order(table, some)
+    features = _Features(table, some)
     span = min(SPAN, count - 1)
     left = np.repeat(order, span)
     shift = np.tile(np.arange(1, span + 1), count) + np.repeat(np.arange(count), span)
     inside = shift < count
     left, right = left[inside], order[shift[inside]]
     fill = features.load[left] + features.load[right]
-    rough = fill <= 1.02
+    rough = fill <= _LOAD
     left, right, fill = left[rough], right[rough], fill[rough]
     slow = _estimate(features, left, right)
     good = slow <= 1.05
@@ -196,7 +201,7 @@ def _candidates(table: Table, groups: Sequence[Members]) -> list[tuple[int, int]
         begin = np.concatenate([[True], owner[1:] != owner[:-1]])
         rank = np.arange(len(owner)) - np.maximum.accumulate(np.where(begin, np.arange(len(owner)), 0))
         chosen[ranked[rank < few] % len(left)] = True
-    return [(int(i), int(j)) for i, j in zip(left[chosen], right[chosen], strict=True)]
+    return [(int(open_to[i]), int(open_to[j])) for i, j in zip(left[chosen], right[chosen], strict=True)]
 
 
 def _estimate(features: _Features, left: Ints, right: Ints) -> Floats:

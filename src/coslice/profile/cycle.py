@@ -49,9 +49,9 @@ def cycles(pool: Pool, count: int, *, seed: int = 0) -> list[Cycle]:
     rng = random.Random(seed)
     values = [_values(phase.duration, count, rng) for phase in pool.phases]
     order = _rotation(pool.phases)
-    phases = [pool.phases[index] for index in order]
-    rows = [[values[index][cycle] for index in order] for cycle in range(count)]
-    shapes = [_turns(phases, row) for row in rows]
+    kinds = [(phase.on, phase.coupling == "buffered", phase.phase or phase.name) for phase in pool.phases]
+    kinds = [kinds[index] for index in order]
+    shapes = [_turns(kinds, row) for row in zip(*(values[index] for index in order), strict=True)]
     if pool.coupling == "closed":
         return [Cycle(turns) for turns, _ in shapes]
     staleness, made = pool.staleness, []
@@ -137,19 +137,22 @@ def _rotation(phases: Sequence[Phase]) -> list[int]:
     return [(start + index) % count for index in range(count)]
 
 
-def _turns(phases: Sequence[Phase], seconds: Sequence[float]) -> tuple[tuple[Turn, ...], float]:
-    """The turns of one cycle, and its buffered off-time. Off-time after the last turn cannot be: see
-    ``_rotation``; without on-time at all (a cycle that computed nothing) one empty turn is left."""
+def _turns(
+    kinds: Sequence[tuple[bool, bool, str]], seconds: Sequence[float]
+) -> tuple[tuple[Turn, ...], float]:
+    """The turns of one cycle, and its buffered off-time. ``kinds``, of each phase: is it on, is it buffered,
+    its name. Off-time after the last turn cannot be (``_rotation``); a cycle that computed nothing keeps one
+    empty turn."""
     turns: list[Turn] = []
     wait = off = on = longest = 0.0
     label = ""
-    for phase, value in zip(phases, seconds, strict=True):
-        if phase.coupling == "buffered":
+    for (is_on, buffered, name), value in zip(kinds, seconds, strict=True):
+        if buffered:
             wait += value
-        elif phase.on:
+        elif is_on:
             on += value
             if value > longest:
-                longest, label = value, phase.phase or phase.name
+                longest, label = value, name
         elif value > 0:
             if on > 0:
                 turns.append(Turn(off, on, label))
