@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo and the tests need one framework build; any torch >= 2.6 works for your own jobs.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test test-chromium check bench mutants protos docs clean
+.PHONY: demo test test-chromium test-jax check bench mutants protos docs clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,11 +17,15 @@ demo: $(VENV)/.installed          ## run the main job: two RL jobs alone, then s
 	$(BIN)/coslice demo
 
 test: $(VENV)/.installed          ## all tests: core, fakes, real processes
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium' tests
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax' tests
 
 test-chromium: $(VENV)/.installed ## the replay page in a real browser (needs chromium and chromedriver)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[chromium]'
 	$(BIN)/pytest -m chromium tests
+
+test-jax: $(VENV)/.installed      ## the adapter for JAX arrays on JAX's CPU devices
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[jax]'
+	$(BIN)/pytest -m jax tests/workload
 
 check: $(VENV)/.installed         ## ruff, mypy strict, import contracts
 	$(BIN)/ruff check src tests tools examples

@@ -271,8 +271,7 @@ def test_weights_without_a_backup_are_not_dropped_by_accident(registered: Any) -
 SAVER = textwrap.dedent(
     """
     import os
-    from coslice.gate import GATE
-from coslice.testing.engines.server import Region
+    from coslice.testing.engines.server import Region
     from coslice.workload import register
 
     class Saver:  # as torch_memory_saver: what does not fit ends the process without a traceback

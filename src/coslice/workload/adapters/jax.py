@@ -85,6 +85,8 @@ class JaxTaken:
         self.registered = sum(_nbytes(array) for array in arrays)
         self.keys: AbstractSet[int] = {id(array) for array in arrays}
         self._shapes = [(array.shape, array.dtype, array.sharding) for array in arrays]
+        self._free = [not getattr(array, "committed", True) for array in arrays]
+        """Bound to no device: bound after a move they would have every step compiled once more."""
         self._offsets: list[int] = []
         at = 0
         for array in arrays:
@@ -138,18 +140,20 @@ class JaxTaken:
 
     def _make(self, i: int, buffer: HostBuffer | None, at: int) -> Any:
         shape, dtype, sharding = self._shapes[i]
+        unbound = self._free[i] and sharding.device_set == {jax().local_devices()[0]}
         if self._host:
             return jax().device_put(self._host[i], sharding)
         numpy = sys.modules["numpy"]
         if self._discard:  # the job's on_restore fills it; until then the same on every run
-            return jax().make_array_from_callback(
-                shape, sharding, lambda index: numpy.zeros(shape, dtype)[index]
-            )
-        if buffer is None:
+            data = numpy.zeros(shape, dtype)
+        elif buffer is None:
             raise OperationFailed("the host buffer of parked state is gone")
-        size = int(numpy.prod(shape, dtype=numpy.int64)) * dtype.itemsize
-        # A copy: JAX takes an aligned numpy array as it is, and the buffer will hold other bytes.
-        data = numpy.array(numpy.frombuffer(buffer.bytes(at, size), dtype=dtype)).reshape(shape)
+        else:
+            size = int(numpy.prod(shape, dtype=numpy.int64)) * dtype.itemsize
+            # A copy: JAX takes an aligned numpy array as it is, and the buffer will hold other bytes.
+            data = numpy.array(numpy.frombuffer(buffer.bytes(at, size), dtype=dtype)).reshape(shape)
+        if unbound:
+            return jax().device_put(data)
         return jax().make_array_from_callback(shape, sharding, lambda index: data[index])
 
 
