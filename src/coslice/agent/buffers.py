@@ -166,7 +166,8 @@ class Owner(Protocol):
     @property
     def buffer(self) -> str: ...
 
-    parked: bool
+    @property
+    def sleeps(self) -> bool: ...
 
 
 class BufferServer:
@@ -268,7 +269,7 @@ class BufferServer:
             return _reply(connection, code="INVALID", message="a buffer given back needs its descriptor")
         _close_all(fds[1:])
         try:
-            self._buffers.adopt(owner.buffer, fds[0], held=owner.parked)
+            self._buffers.adopt(owner.buffer, fds[0], held=owner.sleeps)
         except ValueError as error:
             os.close(fds[0])
             return _reply(connection, code="INVALID", message=str(error))

@@ -79,7 +79,7 @@ class DirectApi:
         self._find(job)
         async with self._turn(job):
             members = self._find(job)
-            if not any(member.parked for member in members):
+            if not any(member.sleeps for member in members):
                 return Restored(bytes=0, seconds=0.0), f"{job} is on the device already"
             return await _whole(self._move_in(job, members, timeout)), ""
 

@@ -14,7 +14,8 @@ from typing import Any, assert_never
 from msgspec.structs import replace
 
 from coslice.agent import convert
-from coslice.agent.backends.base import Backend, MoveError
+from coslice.agent.ahead import Ahead
+from coslice.agent.backends.base import Backend, Elastic, MoveError
 from coslice.agent.buffers import HostBuffers
 from coslice.agent.config import AgentConfig, GroupDevices
 from coslice.agent.members import Member, Members
@@ -83,6 +84,8 @@ class ServedGroup:
         self._members, self._buffers, self._backend, self._publish = members, buffers, backend, publish
         self._tasks: set[asyncio.Task[None]] = set()
         self._admitting: dict[JobId, list[asyncio.Event]] = {}
+        self._ahead: Ahead | None = None
+        self._calling_off: asyncio.Task[None] | None = None
         self._killed: dict[JobId, str] = {}  # why, until the job's last process here is gone
         self._reason = ""
         self.sampler = UsageSampler(
@@ -221,6 +224,8 @@ class ServedGroup:
             bytes=member.state_bytes,
             need=member.need,
             parked=member.parked,
+            part=not member.parked and member.away > 0,
+            divisible=member.divisible,
         )
         await self.driver.post(event)
         member.admitted = member.announced = True
@@ -253,9 +258,11 @@ class ServedGroup:
             case fx.KillJob():
                 self.kill(effect.job, effect.reason)
             case fx.ReportDone():
+                self._end_ahead()
                 self._reason = effect.reason
                 self._publish(convert.done_to_pb(self.id, effect, self.residency()))
             case fx.ReportFailed():
+                self._end_ahead()
                 self._reason = effect.reason
                 self._publish(convert.failed_to_pb(self.id, effect, self.residency()))
             case fx.PushFacts():
@@ -270,7 +277,11 @@ class ServedGroup:
         members = self._members.of_job(self.id, effect.job)
         name = f"{effect.op}/{effect.job}/{effect.attempt}"
         try:
-            done = await self._backend.snapshot(members, op=name)
+            ahead = await self._bring_ahead(effect)
+            if isinstance(self._backend, Elastic):
+                done = await self._backend.snapshot_part(members, op=name, least=effect.least, ahead=ahead)
+            else:
+                done = await self._backend.snapshot(members, op=name)
         except Exception as error:
             self.driver.tell(
                 ev.SnapshotFailed(
@@ -292,13 +303,46 @@ class ServedGroup:
                 attempt=effect.attempt,
                 bytes=done.bytes,
                 residual=done.residual,
+                partly=done.left > 0,
                 seconds=done.seconds,
             )
         )
 
+    async def _bring_ahead(self, effect: fx.RunSnapshot) -> Ahead | None:
+        """The job that room is made for may come in while the other leaves."""
+        await self._clear_of_ahead(but=effect.op)
+        running = self.driver.state.running
+        if running is None or running.op != effect.op:
+            return None
+        if self._ahead is None:
+            self._ahead = Ahead.for_job(
+                running.job,
+                self._members.of_job(self.id, running.job),
+                op=effect.op,
+                room=lambda: self.devices.device_budget - self.sampler.now(),
+            )
+        return self._ahead
+
+    async def _clear_of_ahead(self, *, but: OpId) -> None:
+        """Nothing of an operation that is over may be on its way."""
+        if self._ahead is not None and self._ahead.op != but:
+            ahead, self._ahead = self._ahead, None
+            await ahead.call_off()
+        if self._calling_off is not None:
+            await asyncio.shield(self._calling_off)
+
+    def _end_ahead(self) -> None:
+        """The operation is over: what came without its restore goes."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            self._calling_off = asyncio.get_running_loop().create_task(ahead.call_off())
+
     async def _restore(self, effect: fx.RunRestore) -> None:
         members = self._members.of_job(self.id, effect.job)
         name = f"{effect.op}/{effect.job}/{effect.attempt}"
+        await self._clear_of_ahead(but=effect.op)
+        if self._ahead is not None:
+            self._ahead.end()
         try:
             done = await self._backend.restore(members, op=name)
         except Exception as error:
@@ -351,6 +395,8 @@ class ServedGroup:
     # ── life ───────────────────────────────────────────────────────────────
 
     async def close(self) -> None:
+        if self._calling_off is not None:
+            self._calling_off.cancel()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -73,6 +73,16 @@ class Member:
     state_bytes: int = 0
     need: int = 0
     parked: bool = False
+    away: int = 0
+    """Bytes of its state that are in host memory, while the rest is on the device; 0: none, or all."""
+    given: int = 0
+    """Bytes that left so far, in a move that gives way to another's."""
+    ahead: int | None = None
+    """Bytes that are on the device ahead of the move in; None: nothing was brought ahead."""
+    asked: int = 0
+    """Commands to bring state ahead that are not answered yet."""
+    heard: "Callable[[], None] | None" = None
+    """Told when ``given`` or ``ahead`` changed."""
     admitted: bool = False
     """Its group knows of it, so it is on the device or parked; before, its memory is its own."""
     announced: bool = False
@@ -108,6 +118,16 @@ class Member:
         return self._pending is not None
 
     @property
+    def sleeps(self) -> bool:
+        """Some of its state is in host memory at least: it must come back before the process runs."""
+        return self.parked or self.away > 0
+
+    @property
+    def divisible(self) -> bool:
+        """Can move a part of its state and leave the rest."""
+        return "parts" in self.modes
+
+    @property
     def buffer(self) -> str:
         """Names its host buffer: one process may serve two groups."""
         return f"{self.group}/{self.id}"
@@ -116,24 +136,26 @@ class Member:
         """Bytes on the device now, above the baseline; 0 once it has ended. Cheap, may be a little off.
 
         A parked process is off the accelerator: what it allocates meanwhile is its host memory, so it counts
-        for what it left behind at most. On cuda nothing is measured from outside: the process's word counts.
+        for what it left behind at most, until state is brought ahead. On cuda nothing is measured from
+        outside: the process's word counts.
         """
         if self.has_ended:
             return 0
         if self.device == "cuda":
             if self.gauge is not None and not self.state_bytes:
                 return self.gauge(self)
-            return self.residual if self.parked else self.state_bytes
+            return self.residual + (self.ahead or 0) if self.sleeps else self.state_bytes - self.given
         try:
             now = max(0, self.memory.fast() - self.baseline)
         except Gone:
             return 0
-        return min(now, self.residual) if self.parked else now
+        return min(now, self.residual) if self.sleeps and self.ahead is None else now
 
     def attach(self, channel: OpenChannel) -> None:
         """A channel of this process is open. A move that waits for an answer is asked for again."""
         if self._channel is not None:
             self._channel.end()  # its process has opened another
+            self.ahead, self.asked = None, 0
         self._channel = channel
         if self._pending is not None:
             channel.send(self._pending.command)
@@ -141,6 +163,8 @@ class Member:
     def detach(self, channel: OpenChannel) -> None:
         if self._channel is channel:  # not when a newer channel took its place
             self._channel = None
+            self.ahead, self.asked = None, 0  # it frees that before it registers again
+            self._tell()
 
     async def move(self, op: str, command: pb.WorkloadCommand, *, timeout: float) -> pb.Moved:
         """Ask the process to move its state; raises ``MoveRefused``. One move at a time."""
@@ -164,7 +188,9 @@ class Member:
 
     def moved(self, answer: pb.Moved) -> None:
         out = answer.op.endswith(OUT)
-        self.parked = out
+        self.parked = out and answer.left_bytes <= 0
+        self.away = max(1, self.state_bytes - answer.left_bytes) if out and not self.parked else 0
+        self.given, self.ahead = 0, None
         pending = self._pending
         if pending is not None and pending.op == answer.op and not pending.answer.done():
             pending.answer.set_result(answer)
@@ -176,10 +202,40 @@ class Member:
     def refused(self, answer: pb.MoveFailed) -> None:
         if (pending := self._pending) is None or pending.op != answer.op or pending.answer.done():
             return
+        self.away, self.given = self.away + self.given, 0  # what had given way stays away
         text = f"process {self.pid}: {answer.message or pb.Code.Name(answer.code)}"
         pending.answer.set_exception(MoveRefused(text, pid=self.pid, busy=answer.code == pb.BUSY))
 
+    def leaving(self, said: pb.Leaving) -> None:
+        if self._pending is not None and self._pending.op == said.op:
+            self.given = max(self.given, said.bytes)
+            self._tell()
+
+    def bring_ahead(self, op: str, most: int) -> None:
+        """Begin to bring up to ``most`` bytes of its parked state, or free it again (0); see ``ahead``.
+
+        Raises ``MoveRefused`` without a channel to it.
+        """
+        if self._channel is None:
+            raise MoveRefused(f"process {self.pid} has no channel to the agent", pid=self.pid)
+        self.ahead, self.asked = self.ahead or 0, self.asked + 1
+        self._channel.send(pb.WorkloadCommand(bring_ahead=pb.BringAhead(op=op, most_bytes=most)))
+
+    def came_ahead(self, said: pb.Ahead) -> None:
+        self.ahead, self.asked = said.bytes if said.ok else None, max(0, self.asked - 1)
+        self._tell()
+
+    def prepare(self, size: int) -> None:
+        """Have it map ``size`` bytes of host buffer, so that its next move need not."""
+        if self._channel is not None:
+            self._channel.send(pb.WorkloadCommand(prepare=pb.Prepare(buffer_bytes=size)))
+
+    def _tell(self) -> None:
+        if self.heard is not None:
+            self.heard()
+
     def ended(self) -> None:
+        self._tell()
         if self._pending is not None and not self._pending.answer.done():
             error = MoveRefused(f"process {self.pid} ended during the move", pid=self.pid, gone=True)
             self._pending.answer.set_exception(error)

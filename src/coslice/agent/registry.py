@@ -108,6 +108,7 @@ class Registry:
             state_bytes=stored.bytes,
             need=stored.need,
             parked=stored.parked,
+            away=int(stored.part),  # how much, it says when it is back
             device=group.devices.accelerator,
         )
         member.parked = member.parked or self._backend.holds([member])
@@ -211,7 +212,8 @@ class Registry:
     def _new(self, message: pb.Register, incarnation: Incarnation) -> Member:
         try:
             memory = AnonymousMemory(message.pid)
-            state = 0 if message.parked else message.state_bytes
+            parked, away = _whereabouts(message)
+            state = 0 if parked else message.state_bytes - away
             baseline = max(0, memory.measure(max(message.state_bytes, 1)) - state)
         except Gone:
             raise RegistrationRefused(pb.INVALID, f"process {message.pid} has ended") from None
@@ -227,7 +229,8 @@ class Registry:
             rank=message.rank,
             state_bytes=message.state_bytes,
             need=message.need_bytes,
-            parked=message.parked,
+            parked=parked,
+            away=away,
             device=message.device or "host",
             backend=message.backend,
             modes=tuple(message.modes) or ("offload",),
@@ -251,7 +254,7 @@ class Registry:
         if group is not None:
             self._check_size(member, group)
             with group.admitting(member.job):
-                if not (member.parked or group.is_coming(member.job) or group.fits(member)):
+                if not (member.sleeps or group.is_coming(member.job) or group.fits(member)):
                     await self._park(member, group, channel)
                 await self._announce(member, group)
             self._remember(member)
@@ -299,10 +302,12 @@ class Registry:
 
     async def _again(self, member: Member, message: pb.Register, channel: OpenChannel) -> None:
         """The same process is back (its channel or this agent had gone); it says where its state is."""
-        parked = message.parked or self._backend.holds([member])
-        says = (message.state_bytes, message.need_bytes, parked)
-        changed = (member.state_bytes, member.need, member.parked) != says
-        member.state_bytes, member.need, member.parked = says
+        parked, away = _whereabouts(message)
+        parked = parked or self._backend.holds([member])
+        says = (message.state_bytes, message.need_bytes, parked, away)
+        changed = (member.state_bytes, member.need, member.parked, member.away) != says
+        member.state_bytes, member.need, member.parked, member.away = says
+        member.modes = tuple(message.modes) or ("offload",)
         member.rank, member.device, member.backend = message.rank, message.device or "host", message.backend
         moving = member.moving
         self._open(member, channel)
@@ -322,3 +327,10 @@ class Registry:
         self._members.remove(member)
         self._buffers.free(member.buffer)
         member.close()
+
+
+def _whereabouts(message: pb.Register) -> tuple[bool, int]:
+    """Is all of its state in host memory? If only a part is: how many bytes."""
+    if message.parked and 0 < message.parked_bytes < message.state_bytes:
+        return False, message.parked_bytes
+    return message.parked, 0

@@ -115,6 +115,10 @@ class AgentService(rpc.AgentServicer):
                 member.need = max(0, message.resized.need_bytes)
                 if (group := self._groups.get(member.group)) is not None:
                     group.resized(member)
+            case "leaving":
+                member.leaving(message.leaving)
+            case "ahead":
+                member.came_ahead(message.ahead)
             case other:
                 log.warning("process %d sent %s on an open channel; ignored", member.pid, other)
 
@@ -169,6 +173,7 @@ class AgentService(rpc.AgentServicer):
                     connected=member.connected,
                     backend=self._direct.backend_of(member),
                     parked=member.parked,
+                    parked_bytes=member.state_bytes if member.parked else member.away,
                 )
             )
         return status

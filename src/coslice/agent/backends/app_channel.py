@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
+from coslice.agent.ahead import Ahead
 from coslice.agent.backends.base import (
     Capabilities,
     Defaults,
@@ -53,59 +54,95 @@ class AppChannelBackend(Defaults):
         return Capabilities(name="app_channel", parts=True, in_process=True, modes=("offload", "discard"))
 
     async def probe(self, members: Sequence[Member]) -> Presence:
-        parked = sum(member.parked for member in members)
+        parked = sum(member.sleeps for member in members)
         used = sum(member.usage() for member in members)
         return Presence(live=len(members) - parked, parked=parked, device_bytes=used)
 
     async def snapshot(
         self, members: Sequence[Member], *, op: str, mode: str = "offload", tags: Sequence[str] = ()
     ) -> Snapshotted:
-        began = time.monotonic()
         leaving = [member for member in members if not member.parked]
-        await self._make_room(leaving, mode)
+        orders = [pb.MoveOut(mode=mode, tags=tags) for _ in leaving]
+        return await self._snapshot(members, leaving, orders, op, None)
+
+    async def snapshot_part(
+        self, members: Sequence[Member], *, op: str, least: int, ahead: Ahead | None = None
+    ) -> Snapshotted:
+        leaving = [member for member in members if not member.parked]
+        orders = [pb.MoveOut(mode="offload", at_least_bytes=share) for share in _shares(leaving, least)]
+        return await self._snapshot(members, leaving, orders, op, ahead)
+
+    async def _snapshot(
+        self,
+        members: Sequence[Member],
+        leaving: Sequence[Member],
+        orders: Sequence[pb.MoveOut],
+        op: str,
+        ahead: Ahead | None,
+    ) -> Snapshotted:
+        """``orders``: what each of ``leaving`` is to move."""
+        began = time.monotonic()
+        await self._make_room(leaving, orders)
         for member in leaving:
             member.full = _measure(member)
+        if ahead is not None:
+            ahead.begin(leaving)
         outcomes = await asyncio.gather(
-            *(self._move_out(member, op, mode, tags) for member in leaving), return_exceptions=True
+            *(
+                self._move_out(m, op, o, give_way=ahead is not None)
+                for m, o in zip(leaving, orders, strict=True)
+            ),
+            return_exceptions=True,
         )
         moved = [outcome for outcome in outcomes if isinstance(outcome, pb.Moved)]
         try:
             if len(moved) < len(outcomes):
                 raise _as_move_error([outcome for outcome in outcomes if isinstance(outcome, BaseException)])
-            await self._verify(leaving, moved, partial=bool(tags))
+            await self._verify(leaving, orders, moved)
         except MoveError:
+            if ahead is not None:
+                await ahead.call_off()  # the room is theirs who go back
             await self._roll_back(leaving, op)
             raise
-        if mode == "discard":  # nothing is kept
-            for member in leaving:
-                self._buffers.free(member.buffer)
-        for member, answer in zip(leaving, moved, strict=True):
+        for member, order, answer in zip(leaving, orders, moved, strict=True):
             member.residual = _residual(member, answer)
-        total = sum(answer.bytes for answer in moved) + sum(
-            m.state_bytes for m in members if m not in leaving
+            if order.mode == "discard":  # nothing is kept
+                self._buffers.free(member.buffer)
+        before = sum(m.state_bytes for m in members if m not in leaving)
+        return Snapshotted(
+            bytes=sum(answer.bytes for answer in moved) + before,
+            residual=sum(member.residual for member in members),
+            seconds=time.monotonic() - began,
+            left=sum(answer.left_bytes for answer in moved),
+            copied=sum(answer.copied_bytes for answer in moved),
+            copy_seconds=max((answer.copy_s for answer in moved), default=0.0),
         )
-        residual = sum(member.residual for member in members)
-        return Snapshotted(bytes=total, residual=residual, seconds=time.monotonic() - began)
 
     async def restore(self, members: Sequence[Member], *, op: str) -> Restored:
         began = time.monotonic()
-        away = [member for member in members if member.parked]
+        away = [member for member in members if member.sleeps]
         outcomes = await asyncio.gather(
             *(self._move_in(member, op) for member in away), return_exceptions=True
         )
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
             raise _as_move_error(failures)
-        total = sum(outcome.bytes for outcome in outcomes if isinstance(outcome, pb.Moved))
-        return Restored(bytes=total, seconds=time.monotonic() - began)
+        moved = [outcome for outcome in outcomes if isinstance(outcome, pb.Moved)]
+        return Restored(
+            bytes=sum(answer.bytes for answer in moved),
+            seconds=time.monotonic() - began,
+            copy_seconds=max((answer.copy_s for answer in moved), default=0.0),
+        )
 
     # ── one member ─────────────────────────────────────────────────────────
 
-    async def _make_room(self, members: Sequence[Member], mode: str) -> None:
+    async def _make_room(self, members: Sequence[Member], orders: Sequence[pb.MoveOut]) -> None:
         """Have every member's host buffer ready, or refuse before any process is touched."""
-        if mode == "discard":
-            return
-        wanted = {member.buffer: member.state_bytes for member in members}
+        wanted = {
+            member.buffer: min(member.state_bytes, member.away + (order.at_least_bytes or member.state_bytes))
+            for member, order in zip(members, orders, strict=True)
+            if order.mode != "discard"
+        }
         try:
             self._buffers.check(wanted)
             for name, size in wanted.items():
@@ -113,11 +150,13 @@ class AppChannelBackend(Defaults):
         except NoHostMemory as error:
             raise MoveError(str(error), no_room=True) from None
 
-    async def _move_out(self, member: Member, op: str, mode: str, tags: Sequence[str]) -> pb.Moved:
+    async def _move_out(self, member: Member, op: str, order: pb.MoveOut, *, give_way: bool) -> pb.Moved:
         move = pb.MoveOut(
             op=f"{op}{OUT}",
-            mode=mode,
-            tags=tags,
+            mode=order.mode,
+            tags=order.tags,
+            at_least_bytes=order.at_least_bytes,
+            give_way=give_way,
             deadline_s=self._section_wait,
             buffer_bytes=self._buffers.size(member.buffer),
         )
@@ -131,7 +170,7 @@ class AppChannelBackend(Defaults):
 
     async def _roll_back(self, members: Sequence[Member], op: str) -> None:
         """Bring back what left. One that never answered may move yet: its late answer is told to go back."""
-        back = [member for member in members if member.parked]
+        back = [member for member in members if member.sleeps]
         results = await asyncio.gather(
             *(self._move_in(member, f"{op}/rollback") for member in back), return_exceptions=True
         )
@@ -139,16 +178,18 @@ class AppChannelBackend(Defaults):
             if isinstance(result, BaseException):
                 log.error("job %s: process %d was not rolled back: %s", member.job, member.pid, result)
         for member in members:
-            if not member.parked:
+            if not member.sleeps:
                 self._buffers.release(member.buffer)
 
-    async def _verify(self, members: Sequence[Member], moved: Sequence[pb.Moved], *, partial: bool) -> None:
+    async def _verify(
+        self, members: Sequence[Member], orders: Sequence[pb.MoveOut], moved: Sequence[pb.Moved]
+    ) -> None:
         """Raise ``MoveError`` unless the members' memory really fell.
 
         The kernel tells nobody when memory has become free (pages of another thread's malloc trim, batched
         counters), so this measures again for a moment before it calls the process a liar.
         """
-        wanted = [a.bytes if partial else m.state_bytes for m, a in zip(members, moved, strict=True)]
+        wanted = [_wanted(*each) for each in zip(members, orders, moved, strict=True)]
         deadline = time.monotonic() + self._settle
         while True:
             fallen = [_fall(m, a) for m, a in zip(members, moved, strict=True)]
@@ -178,6 +219,21 @@ def make(node: NodeContext, settings: Mapping[str, object]) -> AppChannelBackend
         move_timeout=config.move_timeout,
         settle=config.settle,
     )
+
+
+def _shares(members: Sequence[Member], least: int) -> list[int]:
+    """What each has to move so that ``least`` bytes leave in all, in proportion to what it has; 0: all."""
+    there = [member.state_bytes - member.away for member in members]
+    if not least or least >= sum(there) or not all(member.divisible for member in members):
+        return [0] * len(members)
+    return [-(-least * size // sum(there)) for size in there]
+
+
+def _wanted(member: Member, order: pb.MoveOut, answer: pb.Moved) -> int:
+    """Bytes that had to leave. It said how many did; of all of it, that is what it had registered."""
+    if order.tags or order.at_least_bytes:
+        return max(answer.bytes, order.at_least_bytes)
+    return member.state_bytes - member.away if not answer.left_bytes else answer.bytes
 
 
 def _measure(member: Member) -> int:

@@ -7,7 +7,7 @@ way there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -15,6 +15,7 @@ from coslice.agent.members import Member
 from coslice.errors import ConfigError
 
 if TYPE_CHECKING:
+    from coslice.agent.ahead import Ahead
     from coslice.agent.buffers import HostBuffers
     from coslice.agent.config import AgentConfig
     from coslice.agent.discovery.surveyor import Surveyor
@@ -43,11 +44,18 @@ class Snapshotted(Struct, frozen=True, kw_only=True):
     residual: int
     """What the parked processes leave on the device, in bytes."""
     seconds: float
+    left: int = 0
+    """Registered bytes that stayed on the device, of those that could have left."""
+    copied: int = 0
+    """Of ``bytes``, those that were copied; the rest had not changed since it was copied last."""
+    copy_seconds: float = 0.0
+    """Spent on copying and comparing, by the process that took longest."""
 
 
 class Restored(Struct, frozen=True, kw_only=True):
     bytes: int
     seconds: float
+    copy_seconds: float = 0.0
 
 
 class Presence(Struct, frozen=True, kw_only=True):
@@ -125,6 +133,18 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Elastic(Protocol):
+    """A backend that can also move a part, and give way to another's state while it does."""
+
+    async def snapshot_part(
+        self, members: Sequence[Member], *, op: str, least: int, ahead: "Ahead | None" = None
+    ) -> Snapshotted:
+        """As ``snapshot``, of ``least`` bytes or some more; 0: of all. ``ahead`` brings the next job's state
+        in meanwhile; it is called off before anything is rolled back."""
+        ...
 
 
 class Defaults:

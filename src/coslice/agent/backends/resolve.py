@@ -13,9 +13,11 @@ from importlib.metadata import entry_points
 
 from msgspec import Struct
 
+from coslice.agent.ahead import Ahead
 from coslice.agent.backends.base import (
     Backend,
     Capabilities,
+    Elastic,
     Factory,
     MoveError,
     NodeContext,
@@ -182,6 +184,17 @@ class Backends:
             return Snapshotted(bytes=0, residual=0, seconds=0.0)
         chosen = await self._chosen(members, backend)
         return await chosen.snapshot(members, op=op, mode=mode, tags=tags)
+
+    async def snapshot_part(
+        self, members: Sequence[Member], *, op: str, least: int, ahead: Ahead | None = None
+    ) -> Snapshotted:
+        """Of backends that know no parts everything is moved, and nothing meanwhile."""
+        if not members:
+            return Snapshotted(bytes=0, residual=0, seconds=0.0)
+        chosen = await self._chosen(members)
+        if isinstance(chosen, Elastic):
+            return await chosen.snapshot_part(members, op=op, least=least, ahead=ahead)
+        return await chosen.snapshot(members, op=op)
 
     async def restore(self, members: Sequence[Member], *, op: str) -> Restored:
         if not members:
