@@ -1,0 +1,1 @@
+"""A live cluster under random kills and stops, judged by witnesses of its own: see ``__main__``."""
