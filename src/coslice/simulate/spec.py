@@ -144,9 +144,7 @@ def groups_of(job: Job) -> tuple[str, ...]:
 def _check_job(job: Job, pools: set[str]) -> None:
     groups = groups_of(job)
     if not groups or not all(job.loop):
-        raise ConfigError(
-            f"{job.name} has a step without accelerators: every step needs a group at least once"
-        )
+        raise ConfigError(f"{job.name} needs no group, or has an empty step: there is nothing to share")
     if unknown := [group for group in groups if group not in pools]:
         raise ConfigError(f"{job.name} needs group {unknown[0]!r}; there are: {', '.join(sorted(pools))}")
     seconds = [part.seconds for one in (*job.produce, *job.loop) for part in one]
