@@ -343,7 +343,6 @@ static int faulty(const char *op, int pid, CUresult *result, CUresult *after) {
 /* The slot of a pid, as the driver looks a process up: a thread's id is as good as its process's. */
 static CUresult look_up(int pid, struct slot **slot) {
   char path[64], line[128];
-  reap();
   *slot = NULL;
   snprintf(path, sizeof path, "/proc/%d/status", pid);
   FILE *file = fopen(path, "re");
@@ -353,6 +352,10 @@ static CUresult look_up(int pid, struct slot **slot) {
     if (sscanf(line, "Tgid: %d", &group) == 1) break;
   fclose(file);
   *slot = find_slot(group);
+  if (*slot && (*slot)->start != start_time(group)) {
+    reap();
+    *slot = NULL;
+  }
   return *slot ? OK : NOT_INITIALIZED;
 }
 
@@ -492,6 +495,7 @@ CUresult cuCheckpointProcessRestore(int pid, struct restore_args *args) {
   if (slot->poisoned) return finish("restore", pid, OPERATING_SYSTEM);
   if (slot->state != CHECKPOINTED) return finish("restore", pid, ILLEGAL_STATE);
   if (!read_map(slot, args)) return finish("restore", pid, INVALID_VALUE);
+  reap();
   for (int d = 0; d < MAX_DEVICES; d++)
     if (used_on(slot->map[d]) + slot->saved[d] > capacity(slot->map[d]) && slot->saved[d]) {
       slot->poisoned = 1; /* for good: the driver does not roll back, and every later call fails */

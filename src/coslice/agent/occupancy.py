@@ -12,6 +12,7 @@ from coslice.agent.discovery import cgroups, procfs
 from coslice.agent.discovery.survey import Survey
 from coslice.agent.discovery.surveyor import Surveyor
 from coslice.agent.members import Member, Members
+from coslice.agent.processes import start_time
 from coslice.core.ids import JobId
 from coslice.security import fingerprint
 
@@ -70,13 +71,13 @@ class Occupancy:
         known = {id(member) for member in members}
         before, self._owners = self._owners, {}
         for pid in survey.usage():
-            seen = procfs.process(pid)
-            if seen is None:
+            now = start_time(pid)
+            if now is None:
                 continue
             started, owner = before.get(pid, (0, None))
-            if started != seen.started or owner is None or id(owner) not in known:
+            if started != now or owner is None or id(owner) not in known:
                 owner = belongs(pid, members)
-            self._owners[pid] = (seen.started, owner)
+            self._owners[pid] = (now, owner)
 
     async def refresh(self, *, max_age: float = 0.0) -> Survey:
         survey = await self._surveyor.survey(max_age=max_age)

@@ -33,7 +33,7 @@ from coslice.agent.backends.cuda_pool import HelperPool
 from coslice.agent.backends.cuda_settings import Settings, read_pairs, read_settings
 from coslice.agent.backends.cuda_targets import find_targets
 from coslice.agent.backends.process_backend import ProcessBackend
-from coslice.agent.backends.process_ledger import Entry, Target
+from coslice.agent.backends.process_ledger import Entry, Key, Target
 from coslice.agent.discovery.survey import Survey
 from coslice.agent.members import Member
 from coslice.errors import ConfigError
@@ -55,7 +55,9 @@ class CudaBackend(ProcessBackend):
         self._calls, self._pairs = calls, pairs
         self._devices: dict[str, asyncio.Lock] = {}
         self.driver_seconds = 0.0
-        """Of all moves so far: time in the driver, of each step that of its slowest process."""
+        """Of all moves so far: time in which at least one call was in the driver."""
+        self._sure: set[Key] = set()
+        """Jobs that this instance has parked whole, so that their states need not be asked for."""
 
     def capabilities(self) -> Capabilities:
         return Capabilities(name="cuda", whole_process=True)
@@ -96,7 +98,7 @@ class CudaBackend(ProcessBackend):
 
     async def probe(self, members: Sequence[Member]) -> Presence:
         entry = self._entry(members)
-        parked = entry.targets if entry is not None and entry.phase != "locking" else ()
+        parked = entry.targets if entry is not None and entry.phase != "leaving" else ()
         survey = await self._node.surveyor.survey()
         if survey.error:
             raise MoveError(f"what is on the devices is not known: {survey.error}")
@@ -153,10 +155,10 @@ class CudaBackend(ProcessBackend):
             size = sum(target.bytes for target in before)
             return Snapshotted(bytes=size, residual=0, seconds=time.monotonic() - began)
         self._refuse_wedged(live)
-        await asyncio.to_thread(self._check, live, survey)
+        self._check(live, survey)
         await self._warm(len(live))
         async with self._hooks.around(members, op):
-            await asyncio.to_thread(checks.check_communicators, live, survey)
+            checks.check_communicators(live, survey)
             entry = self._new_entry(members, op, (*before, *live))
             await self._freeze(entry, live, moves, members)
         self._mark(members, parked=True)
@@ -172,11 +174,11 @@ class CudaBackend(ProcessBackend):
             failures = await moves.lock(live)
             if failures:
                 raise _error(entry, failures, busy=all(failure.busy for failure in failures))
-            entry = await self._ledger.step(entry, "checkpointing")
             failures = await moves.checkpoint(live) or await self._still_there(members, live, moves)
             if failures:
                 raise _error(entry, failures)
             await self._ledger.step(entry, "parked")
+            self._sure.add(entry.key)
         except BaseException:
             await self._undo(entry, live, moves)
             raise
@@ -262,7 +264,9 @@ class CudaBackend(ProcessBackend):
         self._refuse_wedged(targets)
         await self._warm(len(targets))
         moves = self._moves()
-        states = await moves.states(targets)
+        sure = entry.key in self._sure
+        self._sure.discard(entry.key)
+        states = {t.pid: State.CHECKPOINTED for t in targets} if sure else await moves.states(targets)
         for target in targets:
             if states[target.pid] in (None, State.FAILED):
                 raise MoveError(
@@ -275,7 +279,7 @@ class CudaBackend(ProcessBackend):
         need = replace(entry, targets=tuple(away)).per_device()
         async with self._exclusive(need):
             await self._await_room(entry, self._mapped(need))
-            entry = await self._ledger.step(entry, "restoring", op=op)
+            entry = await self._ledger.step(entry, "returning", op=op)
             failures = await moves.restore(away, pairs=self._pairs, untouched=self._untouched)
         failed = {failure.pid for failure in failures}
         locked = [t for t in targets if t.pid not in failed and states[t.pid] is not State.RUNNING]
@@ -337,8 +341,7 @@ class CudaBackend(ProcessBackend):
             raise MoveError(str(error)) from None
 
     def _check(self, live: Sequence[Target], survey: Survey) -> None:
-        for target in live:
-            checks.check_process(target, survey)
+        checks.check_processes(live, survey)
         parked = sum(entry.bytes for entry in self._ledger)
         left = self._node.config.host_budget - self._node.buffers.used - parked
         checks.check_host_memory(live, budget_left=left)

@@ -64,7 +64,7 @@ class CheckpointProgram:
             raise CallHangs(
                 f"an earlier {self._program.name} for process {request.pid} still hangs", pid=request.pid
             )
-        began = time.perf_counter()
+        began = time.monotonic()
         reply = await self._run(request, deadline=deadline)
         if request.action not in ("state", "tid") and (reply.code or request.verify):
             after = await self._run(Request(action="state", pid=request.pid), deadline=deadline)
@@ -74,7 +74,8 @@ class CheckpointProgram:
             name=reply.name,
             state=reply.state,
             tid=reply.tid,
-            seconds=time.perf_counter() - began,
+            began=began,
+            seconds=time.monotonic() - began,
         )
 
     async def close(self) -> None:

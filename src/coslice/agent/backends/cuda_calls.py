@@ -50,8 +50,9 @@ class Reply(Struct, frozen=True, kw_only=True):
     state: int = UNKNOWN_STATE
     """Read after the call, if it failed or ``verify`` was set."""
     tid: int = 0
+    began: float = 0.0
     seconds: float = 0.0
-    """Spent in the driver."""
+    """Spent in the driver, since ``began`` on the clock that all processes share (CLOCK_MONOTONIC)."""
 
 
 class CallHangs(Exception):

@@ -6,7 +6,6 @@ explains it.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from coslice.agent.backends.base import MoveError
 from coslice.agent.backends.process_ledger import Target
@@ -66,8 +65,20 @@ def advice(survey: Survey) -> list[str]:
     return found
 
 
-def check_process(target: Target, survey: Survey) -> None:
-    """Can the driver talk to it, and may it be frozen? Raises ``MoveError``."""
+def check_processes(targets: Sequence[Target], survey: Survey) -> None:
+    """Can the driver talk to them, and may they be frozen? Raises ``MoveError``."""
+    for target in targets:
+        _check_process(target, survey)
+    for text, members in _by_cgroup(targets).items():
+        if cgroups.frozen(text):
+            raise MoveError(
+                f"process {members[0].pid} is frozen by its cgroup, and a part of the driver inside it has "
+                "to run: thaw it",
+                pid=members[0].pid,
+            )
+
+
+def _check_process(target: Target, survey: Survey) -> None:
     pid = target.pid
     seen = procfs.process(pid)
     if seen is None or seen.started != target.started or seen.state in "ZX":
@@ -80,19 +91,13 @@ def check_process(target: Target, survey: Survey) -> None:
             f"let it go on (kill -CONT {pid}), or end its debugger",
             pid=pid,
         )
-    if cgroups.frozen(pid):
-        raise MoveError(
-            f"process {pid} is frozen by its cgroup, and a part of the driver inside it has to run: thaw it",
-            pid=pid,
-        )
     if any(pid in gpu.mps_clients for gpu in survey.gpus):
         raise MoveError(
             f"process {pid} uses the Multi-Process Service (MPS), which the driver cannot checkpoint: start "
             "the job without it (unset CUDA_MPS_PIPE_DIRECTORY, or end nvidia-cuda-mps-control)",
             pid=pid,
         )
-    environment = procfs.environment(pid)
-    if tool := next((name for name in _PROFILERS if environment.get(name)), None):
+    if tool := next((name for name in _PROFILERS if procfs.has_set(pid, name)), None):
         raise MoveError(
             f"process {pid} runs under a profiler ({tool} is set), which the driver cannot checkpoint: start "
             "the job without it",
@@ -105,9 +110,7 @@ def check_communicators(targets: Sequence[Target], survey: Survey) -> None:
     if len(targets) < 2:
         return
     for target in targets:
-        mapped = procfs.maps(target.pid)
-        live = any(path.startswith("/dev/shm/nccl-") for path in mapped)
-        if not live or not any("libnccl" in Path(path).name for path in mapped):
+        if not procfs.has_mapped(target.pid, "/dev/shm/nccl-"):  # the segments of its shared-memory transport
             continue
         environment = procfs.environment(target.pid)
         lacking = []
@@ -144,12 +147,9 @@ def check_host_memory(targets: Sequence[Target], *, budget_left: int | None = No
             f"{format_size(available)} of host memory available; free some, or share with fewer jobs",
             no_room=True,
         )
-    groups: dict[str, list[Target]] = {}
-    for target in targets:
-        groups.setdefault(_cgroup(target.pid), []).append(target)
-    for members in groups.values():
+    for text, members in _by_cgroup(targets).items():
         inside = int(sum(target.bytes for target in members) * HOST_MARGIN)
-        left = cgroups.memory_left(members[0].pid)
+        left = cgroups.memory_left(text)
         if left is not None and inside > left:
             raise MoveError(
                 f"the copy of {format_size(inside)} of device memory is charged to the job's own cgroup, and "
@@ -176,8 +176,8 @@ def check_room(need: Mapping[str, int], survey: Survey, *, margin: int) -> str:
     return ""
 
 
-def _cgroup(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cgroup").read_text()
-    except OSError:
-        return ""
+def _by_cgroup(targets: Sequence[Target]) -> dict[str, list[Target]]:
+    groups: dict[str, list[Target]] = {}
+    for target in targets:
+        groups.setdefault(cgroups.groups_of(target.pid), []).append(target)
+    return groups

@@ -58,15 +58,21 @@ class Driver:
             raise Unavailable(f"the CUDA driver does not start: {self._name(code)}")
 
     def call(self, request: Request) -> Reply:
-        began = time.perf_counter()
+        began = time.monotonic()
         try:
             code, tid, state = self._do(request)
         except RuntimeError as error:  # the driver does not have this function
             raise Unavailable(f"the CUDA driver is too old: {error}") from None
         if state == UNKNOWN_STATE and (code or request.verify):
             state = self._state(request.pid)
-        seconds = time.perf_counter() - began
-        return Reply(code=int(code), name=self._name(code), state=state, tid=tid, seconds=seconds)
+        return Reply(
+            code=int(code),
+            name=self._name(code),
+            state=state,
+            tid=tid,
+            began=began,
+            seconds=time.monotonic() - began,
+        )
 
     def _do(self, request: Request) -> tuple[Any, int, int]:
         """Result code, thread id, state."""

@@ -47,14 +47,23 @@ class Failure:
 
 
 class Moves:
-    """``driver_seconds`` adds up the time spent in the driver: of each step, that of its slowest process."""
+    """The steps of one operation."""
 
     def __init__(
         self, calls: Calls, *, deadline: Callable[[int], float], lock_timeout: float, tries: int
     ) -> None:
         """``deadline``: seconds that a call may take that moves so many bytes."""
         self._calls, self._deadline, self._lock_timeout, self._tries = calls, deadline, lock_timeout, tries
-        self.driver_seconds = 0.0
+        self._spent: list[tuple[float, float]] = []
+
+    @property
+    def driver_seconds(self) -> float:
+        """Time in which at least one call was in the driver."""
+        total, until = 0.0, float("-inf")
+        for began, ended in sorted(self._spent):
+            total += max(0.0, ended - max(began, until))
+            until = max(until, ended)
+        return total
 
     # ── reading ────────────────────────────────────────────────────────────
 
@@ -74,6 +83,7 @@ class Moves:
                 return None
             except CallBroke:
                 continue
+            self._spent.append((reply.began, reply.began + reply.seconds))
             if (state := _known(reply.state)) is not None:
                 return state
             if not target.alive:
@@ -122,9 +132,7 @@ class Moves:
     async def _all(
         self, targets: Sequence[Target], step: Callable[[Target], Awaitable[Failure | None]]
     ) -> list[Failure]:
-        self._spent: dict[int, float] = {}
         found = await asyncio.gather(*(step(target) for target in targets))
-        self.driver_seconds += max(self._spent.values(), default=0.0)
         return [failure for failure in found if failure is not None]
 
     async def _lock(self, target: Target) -> Failure | None:
@@ -203,7 +211,7 @@ class Moves:
             reply = Reply(code=999, name=str(broke))
         except UsableError as error:
             reply = Reply(code=api.UNAVAILABLE, name=str(error))
-        self._spent[target.pid] = self._spent.get(target.pid, 0.0) + reply.seconds
+        self._spent.append((reply.began, reply.began + reply.seconds))
         state = _known(reply.state)
         if state is None and (reply.code or request.verify):
             state = await self.state(target)

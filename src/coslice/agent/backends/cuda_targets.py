@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 
 from coslice.agent.backends.cuda_moves import Moves
 from coslice.agent.backends.process_ledger import Target
-from coslice.agent.discovery import procfs
 from coslice.agent.discovery.survey import Survey
 from coslice.agent.members import Member
 from coslice.agent.occupancy import belongs
+from coslice.agent.processes import start_time
 
 
 async def find_targets(
@@ -18,11 +18,11 @@ async def find_targets(
     excluded = {*ours, os.getpid()}
     found = []
     for pid, devices in sorted(survey.usage().items()):
-        seen = procfs.process(pid)
-        if seen is None or pid in excluded or belongs(pid, list(members)) is None:
+        started = start_time(pid)
+        if started is None or pid in excluded or belongs(pid, list(members)) is None:
             continue
         if not any(devices.values()) and not await moves.uses_cuda(pid):
             continue  # it looked at the devices and made no context: there is nothing to move
         sizes = {uuid: size or 0 for uuid, size in devices.items()}
-        found.append(Target(pid=pid, started=seen.started, devices=sizes))
+        found.append(Target(pid=pid, started=started, devices=sizes))
     return found

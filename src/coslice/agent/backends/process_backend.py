@@ -28,7 +28,7 @@ class ProcessBackend(Defaults):
 
     def holds(self, members: Sequence[Member]) -> bool:
         entry = self._entry(members)
-        return entry is not None and entry.phase != "locking"
+        return entry is not None and entry.phase != "leaving"
 
     async def close(self) -> None:
         """Operations go on to their end, within reason: half a swap is worse than a slow stop."""
@@ -65,7 +65,7 @@ class ProcessBackend(Defaults):
     def _new_entry(members: Sequence[Member], op: str, targets: tuple[Target, ...]) -> Entry:
         group, job = _key(members)
         return Entry(
-            group=group, job=job, incarnation=members[0].incarnation, phase="locking", op=op, targets=targets
+            group=group, job=job, incarnation=members[0].incarnation, phase="leaving", op=op, targets=targets
         )
 
     @staticmethod

@@ -13,13 +13,13 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from coslice.agent.discovery import procfs
+from coslice.agent.processes import alive
 from coslice.core.ids import GroupId, Incarnation, JobId
 from coslice.store import Store
 from coslice.store.codec import Codec
 from coslice.store.slot import Slot
 
-Phase = Literal["locking", "checkpointing", "parked", "restoring"]
+Phase = Literal["leaving", "parked", "returning"]
 
 
 class Target(Struct, frozen=True, kw_only=True):
@@ -37,8 +37,7 @@ class Target(Struct, frozen=True, kw_only=True):
 
     @property
     def alive(self) -> bool:
-        found = procfs.process(self.pid)
-        return found is not None and found.started == self.started and found.state not in "ZX"
+        return alive(self.pid, self.started)
 
 
 Key = tuple[GroupId, JobId]

@@ -46,36 +46,33 @@ def placement_of(text: str) -> Placement:
 
 def placement(pid: int, *, proc: Path = Path("/proc")) -> Placement:
     """Of a process that has ended: nothing."""
-    try:
-        return placement_of((proc / str(pid) / "cgroup").read_text())
-    except OSError:
-        return Placement()
+    return placement_of(groups_of(pid, proc=proc))
 
 
-def memory_left(pid: int, *, proc: Path = Path("/proc"), sys: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that the process's cgroup and those above it still allow; None: no limit is known."""
+def groups_of(pid: int, *, proc: Path = Path("/proc")) -> str:
+    """The process's cgroups, as the kernel writes them; empty if it has ended."""
     try:
-        text = (proc / str(pid) / "cgroup").read_text()
+        return (proc / str(pid) / "cgroup").read_text()
     except OSError:
-        return None
+        return ""
+
+
+def memory_left(text: str, *, sys: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that these cgroups and those above them still allow; None: no limit is known."""
     left = [room for folder, names in _memory_folders(text, sys) for room in _rooms(folder, names, sys)]
     return max(0, min(left)) if left else None
 
 
-def frozen(pid: int, *, proc: Path = Path("/proc"), sys: Path = Path("/sys/fs/cgroup")) -> bool:
-    """Is it stopped by a freezer (v1 or v2), its own or one above?"""
-    try:
-        text = (proc / str(pid) / "cgroup").read_text()
-    except OSError:
-        return False
+def frozen(text: str, *, sys: Path = Path("/sys/fs/cgroup")) -> bool:
+    """Are the processes of these cgroups stopped by a freezer (v1 or v2), their own or one above?"""
     for controllers, path in _paths(text):
         if "freezer" in controllers:
-            folders = _upwards(sys / "freezer" / path.lstrip("/"), sys)
-            if any(_read(folder / "freezer.state") in ("FROZEN", "FREEZING") for folder in folders):
+            folders = _upwards(f"{sys}/freezer{path}", sys)
+            if any(_read(f"{folder}/freezer.state") in ("FROZEN", "FREEZING") for folder in folders):
                 return True
         elif not controllers:
-            folders = _upwards(_unified(sys) / path.lstrip("/"), sys)
-            if any(_read(folder / "cgroup.freeze") == "1" for folder in folders):
+            folders = _upwards(f"{_unified(sys)}{path}", sys)
+            if any(_read(f"{folder}/cgroup.freeze") == "1" for folder in folders):
                 return True
     return False
 
@@ -87,22 +84,19 @@ def _paths(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
             yield tuple(filter(None, fields[1].split(","))), fields[2]
 
 
-def _memory_folders(text: str, sys: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
+def _memory_folders(text: str, sys: Path) -> Iterator[tuple[str, tuple[str, str]]]:
     for controllers, path in _paths(text):
         if "memory" in controllers:
-            yield (
-                sys / "memory" / path.lstrip("/"),
-                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-            )
+            yield f"{sys}/memory{path}", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         elif not controllers:
-            yield _unified(sys) / path.lstrip("/"), ("memory.max", "memory.current")
+            yield f"{_unified(sys)}{path}", ("memory.max", "memory.current")
 
 
-def _rooms(folder: Path, names: tuple[str, str], sys: Path) -> Iterator[int]:
+def _rooms(folder: str, names: tuple[str, str], sys: Path) -> Iterator[int]:
     for each in _upwards(folder, sys):
-        limit, usage = _read(each / names[0]), _read(each / names[1])
-        if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED:
-            yield int(limit) - int(usage)
+        limit = _read(f"{each}/{names[0]}")
+        if limit.isdigit() and int(limit) < _UNLIMITED:
+            yield int(limit) - int(_read(f"{each}/{names[1]}") or 0)
 
 
 def _unified(sys: Path) -> Path:
@@ -111,17 +105,17 @@ def _unified(sys: Path) -> Path:
     return hybrid if hybrid.is_dir() else sys
 
 
-def _upwards(folder: Path, root: Path) -> Iterator[Path]:
-    while True:
+def _upwards(folder: str, root: Path) -> Iterator[str]:
+    """The folder and those above it, below the root."""
+    while len(folder) > len(str(root)):
         yield folder
-        if folder == root or root not in folder.parents:
-            return
-        folder = folder.parent
+        folder = folder.rpartition("/")[0]
 
 
-def _read(path: Path) -> str:
+def _read(path: str) -> str:
     try:
-        return path.read_text().strip()
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode().strip()
     except OSError:
         return ""
 

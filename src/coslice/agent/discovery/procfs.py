@@ -27,20 +27,23 @@ class Process(Struct, frozen=True, kw_only=True):
 
 def process(pid: int, *, proc: Path = PROC) -> Process | None:
     try:
-        stat = (proc / str(pid) / "stat").read_bytes()
-        status = (proc / str(pid) / "status").read_text(errors="replace")
+        stat, status = _read(f"{proc}/{pid}/stat"), _read(f"{proc}/{pid}/status")
     except OSError:
         return None
     fields = stat[stat.rindex(b")") + 2 :].split()  # the name before it may hold spaces and parentheses
-    values = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     return Process(
         pid=pid,
-        group=int(values.get("Tgid", str(pid))),
+        group=_numbers(status, b"\nTgid:", pid)[0],
         parent=int(fields[1]),
         state=fields[0].decode(),
         started=int(fields[19]),
-        namespaced=tuple(int(word) for word in values.get("NSpid", str(pid)).split()),
+        namespaced=_numbers(status, b"\nNSpid:", pid),
     )
+
+
+def _numbers(status: bytes, key: bytes, default: int) -> tuple[int, ...]:
+    _, found, rest = status.partition(key)
+    return tuple(map(int, rest.partition(b"\n")[0].split())) if found else (default,)
 
 
 def host_pid(pid: int, started: int, *, proc: Path = PROC) -> int | None:
@@ -66,7 +69,7 @@ def line(pid: int, *, proc: Path = PROC) -> Iterator[int]:
             return
         yield pid
         try:
-            stat = (proc / str(pid) / "stat").read_bytes()
+            stat = _read(f"{proc}/{pid}/stat")
         except OSError:
             return
         pid = int(stat[stat.rindex(b")") + 2 :].split()[1])
@@ -75,20 +78,27 @@ def line(pid: int, *, proc: Path = PROC) -> Iterator[int]:
 def environment(pid: int, *, proc: Path = PROC) -> Mapping[str, str]:
     """As it was when the program started (environ in proc_pid_environ(5)); empty if we may not read it."""
     try:
-        data = (proc / str(pid) / "environ").read_bytes()
+        data = _read(f"{proc}/{pid}/environ")
     except OSError:
         return {}
     pairs = (entry.partition(b"=") for entry in data.split(b"\0") if b"=" in entry)
     return {key.decode(errors="replace"): value.decode(errors="replace") for key, _, value in pairs}
 
 
-def maps(pid: int, *, proc: Path = PROC) -> frozenset[str]:
-    """Paths of the files it has mapped; empty if we may not read them."""
+def has_set(pid: int, name: str, *, proc: Path = PROC) -> bool:
+    """Has it this variable in its environment? False if we may not look."""
     try:
-        text = (proc / str(pid) / "maps").read_text(errors="replace")
+        return b"\0" + name.encode() + b"=" in b"\0" + _read(f"{proc}/{pid}/environ")
     except OSError:
-        return frozenset()
-    return frozenset(fields[5] for line in text.splitlines() if len(fields := line.split(None, 5)) == 6)
+        return False
+
+
+def has_mapped(pid: int, path: str, *, proc: Path = PROC) -> bool:
+    """Has it a file mapped whose path begins so? False if we may not look."""
+    try:
+        return b" " + path.encode() in _read(f"{proc}/{pid}/maps")
+    except OSError:
+        return False
 
 
 def available_memory(*, proc: Path = PROC) -> int:
@@ -97,3 +107,8 @@ def available_memory(*, proc: Path = PROC) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
