@@ -162,7 +162,8 @@ def live(jobs: list[Any], *, policy: str, seconds: float, swap_s: float) -> list
     from coslice.cli.run import job_environment
 
     base = {key: value for key, value in os.environ.items() if not key.startswith("COSLICE_")}
-    with tempfile.TemporaryDirectory(prefix="live-vs-sim-") as name:
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk's mood is not what is measured
+    with tempfile.TemporaryDirectory(prefix="live-vs-sim-", dir=memory) as name:
         folder, processes = Path(name), list[subprocess.Popen[str]]()
         try:
             up = [
