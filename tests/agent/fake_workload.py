@@ -92,15 +92,17 @@ class Workload:
         with grpc.insecure_channel(self.options.agent, [("grpc.max_reconnect_backoff_ms", 200)]) as channel:
             grpc.channel_ready_future(channel).result(timeout=30)
             stub = rpc.AgentStub(channel)
+            token = self.options.token
+            shown = [("authorization", f"Bearer {token}")] if token else []
             register = self.register()
             if not self.options.ticket:
                 register.ticket = self.ticket(
-                    stub.GetNodeStatus(pb.GetNodeStatusRequest(), timeout=30).socket
+                    stub.GetNodeStatus(pb.GetNodeStatusRequest(), timeout=30, metadata=shown).socket
                 )
             elif self.options.ticket != "none":
                 register.ticket = self.options.ticket
             outgoing.put(pb.WorkloadMessage(register=register))
-            self.call = stub.Channel(iter(outgoing.get, None))
+            self.call = stub.Channel(iter(outgoing.get, None), metadata=shown)
             for command in self.call:
                 self.hear(command)
         outgoing.put(None)
@@ -217,6 +219,7 @@ if __name__ == "__main__":
     parser.add_argument("--bytes", type=int, default=64 * MIB)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ticket", default="")
+    parser.add_argument("--token", default="")
     parser.add_argument("--pid", type=int, default=0)
     parser.add_argument("--start-time", type=int, default=0)
     parser.add_argument("--device", default="host")

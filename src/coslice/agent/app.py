@@ -35,17 +35,30 @@ from coslice.core.ids import GroupId
 from coslice.errors import ConfigError
 from coslice.runtime.clock import LoopClock
 from coslice.runtime.supervisor import Supervisor
+from coslice.security import access
+from coslice.security.access import Guard
 from coslice.security.files import private_directory
+from coslice.security.listening import server_credentials
+from coslice.security.tokens import read_keys
 from coslice.store import Store, make_store
 from coslice.store.codec import Codec
 from coslice.store.slot import Slot
+from coslice.wire.malformed import RefuseMalformed
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Agent"].full_name
+RULES = {
+    f"/{SERVICE}/Channel": access.INBAND,
+    f"/{SERVICE}/Snapshot": access.INBAND,
+    f"/{SERVICE}/Restore": access.INBAND,
+    f"/{SERVICE}/GetNodeStatus": access.ANY,
+}
 SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
     ("grpc.so_reuseport", 0),  # two agents on one port must be an error, not a lottery
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -170,7 +183,12 @@ class AgentApp:
             self._supervisor.start("occupancy", self._occupancy.run())
         await self._serve(registry, buffers, backend)
         if config.orchestrator is not None:
-            self._link = Link(config.orchestrator, hello=self._hello, command=self._on_command)
+            self._link = Link(
+                config.orchestrator,
+                credentials=config.credentials,
+                hello=self._hello,
+                command=self._on_command,
+            )
             self._supervisor.start("link", self._link.run())
 
     def _add_group(
@@ -214,7 +232,9 @@ class AgentApp:
             identity=self._identity,
             occupancy=self._occupancy,
         )
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        secret, tls = self.config.token_secret, self.config.tls
+        guard = Guard(RULES, read_keys(secret) if secret else ())
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard, RefuseMalformed()])
         rpc.add_AgentServicer_to_server(service, server)
         checks = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
@@ -224,7 +244,10 @@ class AgentApp:
         )
         host, port = split_address(self.config.listen)
         try:
-            port = server.add_insecure_port(self.config.listen)
+            if tls is None:
+                port = server.add_insecure_port(self.config.listen)
+            else:
+                port = server.add_secure_port(self.config.listen, server_credentials(tls, ask_client=False))
         except RuntimeError:
             port = 0
         if port == 0:

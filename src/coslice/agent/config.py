@@ -4,13 +4,15 @@ Built by the command line (``coslice up``) or by tests, read by everything in ``
 here reads the environment or the machine, so a wrong setting is found before anything is started.
 """
 
-import ipaddress
 from pathlib import Path
 
 from msgspec import Struct
 
 from coslice.core.ids import GroupId, NodeId, check_name
 from coslice.errors import ConfigError
+from coslice.security import listening
+from coslice.security.credentials import PLAIN, Credentials
+from coslice.security.listening import Tls
 
 UNIX_PATH_MAX = 107
 """``sun_path`` of ``sockaddr_un`` holds 108 bytes with its terminator (unix(7))."""
@@ -38,8 +40,14 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     orchestrator: str | None = None
     """``host:port`` to dial; None: direct API only."""
     listen: str = "127.0.0.1:9001"
+    tls: Tls | None = None
+    """Encrypts what it serves and, with the certificate as proof, what it dials."""
+    token_secret: str | None = None
+    """Secret file that tokens are checked with; None: no tokens are asked for."""
+    credentials: Credentials = PLAIN
+    """Shown to the orchestrator."""
     allow_remote: bool = False
-    """Listen beyond loopback although callers are not authenticated."""
+    """Listen beyond loopback without TLS and tokens."""
     retries: int = 3
     """How often a failed move is tried again."""
     on_stuck: str = "kill"
@@ -65,13 +73,6 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def buffer_socket(config: AgentConfig) -> Path:
     return Path(config.runtime_dir) / "buffers.sock"
 
@@ -85,11 +86,8 @@ def validate(config: AgentConfig) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     host, _ = split_address(config.listen)
-    if not is_loopback(host) and not config.allow_remote:
-        raise ConfigError(
-            f"the agent would listen on {host!r}, but its callers are not authenticated: listen on "
-            "127.0.0.1, or allow remote callers explicitly (allow_remote) on a network that you trust"
-        )
+    security = listening.Security(config.tls, config.token_secret, config.allow_remote)
+    listening.check("agent", config.listen, host, security)
     if config.orchestrator is not None:
         split_address(config.orchestrator)
     if config.host_budget <= 0:

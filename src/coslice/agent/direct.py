@@ -53,16 +53,18 @@ class DirectApi:
         timeout: float,
         pids: Sequence[int],
         backend: str = "",
+        admin: bool = False,
     ) -> tuple[Snapshotted, str]:
         """Raises ``DirectRefused``. Of a job that is parked already: nothing moves, and that is said."""
-        if pids:
+        if pids and not admin:
             raise DirectRefused(
                 grpc.StatusCode.PERMISSION_DENIED,
-                "naming processes needs the admin role: name the job, its registered processes are known",
+                "naming processes needs the admin role (an agent with --token-secret, and a token of "
+                "`coslice token create --role admin`): name the job, its registered processes are known",
             )
         self._check_backend(backend, self._find(job))
         async with self._turn(job):
-            members = self._find(job)  # again: it may have waited long
+            members = _named(self._find(job), pids)  # again: it may have waited long
             for member in members:
                 if (mode or "offload") not in member.modes:
                     raise DirectRefused(
@@ -167,6 +169,18 @@ class DirectApi:
                 f"no process of job {job!r} is registered here: its workload registers with this agent first",
             )
         return members
+
+
+def _named(members: tuple[Member, ...], pids: Sequence[int]) -> tuple[Member, ...]:
+    """Those that were named; without names all. Nobody is touched who has not registered."""
+    known = {member.pid for member in members}
+    if strangers := sorted(set(pids) - known):
+        raise DirectRefused(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"no such process of this job is registered: {', '.join(map(str, strangers))}; registered are "
+            f"{', '.join(map(str, sorted(known)))}",
+        )
+    return tuple(member for member in members if not pids or member.pid in pids)
 
 
 async def _whole(work: Coroutine[Any, Any, T]) -> T:

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from coslice.agent.config import is_loopback
 from coslice.errors import ConfigError
+from coslice.security.addresses import is_loopback
 
 EXAMPLE = "write it as http://127.0.0.1:8000"
 

@@ -14,12 +14,16 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import grpc.aio
 
+from coslice.errors import ConfigError
+from coslice.security.credentials import PLAIN, Credentials
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
 BACKOFF_MIN, BACKOFF_MAX = 0.05, 5.0
+QUIET_S = 10.0
+"""After so long without a connection people are told."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", int(BACKOFF_MIN * 1000)),
     ("grpc.max_reconnect_backoff_ms", int(BACKOFF_MAX * 1000)),
@@ -40,10 +44,11 @@ class Link:
         self,
         address: str,
         *,
+        credentials: Credentials = PLAIN,
         hello: Callable[[], pb.AgentHello],
         command: Callable[[pb.AgentCommand], None],
     ) -> None:
-        self.address = address
+        self.address, self._credentials = address, credentials
         self._hello, self._command = hello, command
         self._outbox: asyncio.Queue[pb.AgentMessage] | None = None
         self.attached = asyncio.Event()
@@ -77,13 +82,32 @@ class Link:
 
     async def run(self) -> None:
         backoff = BACKOFF_MIN
-        async with grpc.aio.insecure_channel(self.address, options=OPTIONS) as channel:
+        async with self._credentials.aio_channel(self.address, OPTIONS) as channel:
             while True:
-                await channel.channel_ready()
+                await self._reach(channel)
                 welcomed = await self._attach(rpc.OrchestratorStub(channel))
                 backoff = BACKOFF_MIN if welcomed else min(2 * backoff, BACKOFF_MAX)
                 # Many agents lose one orchestrator at once: they shall not return at once.
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    async def _reach(self, channel: grpc.aio.Channel) -> None:
+        """Returns once connected. gRPC says nothing of what goes wrong meanwhile, so we say that much."""
+        try:
+            await asyncio.wait_for(
+                asyncio.shield(ready := asyncio.ensure_future(channel.channel_ready())), QUIET_S
+            )
+        except TimeoutError:
+            secured = " with TLS" if self._credentials.encrypted else ""
+            log.warning(
+                "no orchestrator answers at %s%s yet: is it up, does it use TLS too, does its certificate "
+                "name that host? Dialling on",
+                self.address,
+                secured,
+            )
+            await ready
+        except BaseException:
+            ready.cancel()
+            raise
 
     async def _attach(self, stub: "rpc.OrchestratorAsyncStub") -> bool:
         """One stream from hello to its end; True if the orchestrator took us."""
@@ -92,7 +116,13 @@ class Link:
         outbox.put_nowait(
             pb.AgentMessage(hello=self._hello())
         )  # what follows from later states comes after it
-        call = stub.Attach(_messages(outbox))
+        try:
+            metadata = self._credentials.metadata(self.address)
+        except ConfigError as error:
+            log.warning("cannot show a token to the orchestrator: %s", error)
+            self._outbox = None
+            return False
+        call = stub.Attach(_messages(outbox), metadata=metadata)
         welcomed = False
         try:
             async for command in call:

@@ -18,6 +18,7 @@ from coslice.agent.members import Member, Members, OpenChannel
 from coslice.agent.occupancy import Occupancy
 from coslice.agent.registry import RegistrationRefused, Registry
 from coslice.core.ids import GroupId
+from coslice.security import access
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
@@ -89,6 +90,8 @@ class AgentService(rpc.AgentServicer):
         try:
             if message.WhichOneof("kind") != "register":
                 raise RegistrationRefused(pb.INVALID, "the first message of a channel is its registration")
+            if denied := access.caller().problem(access.JOB, message.register.job):
+                raise RegistrationRefused(pb.DENIED, denied)
             await self._registry.register(message.register, channel)
         except RegistrationRefused as refusal:
             log.info("refused process %d of job %r: %s", message.register.pid, message.register.job, refusal)
@@ -127,6 +130,7 @@ class AgentService(rpc.AgentServicer):
     async def Snapshot(
         self, request: pb.SnapshotRequest, context: "Context[pb.SnapshotRequest, pb.MoveResponse]"
     ) -> pb.MoveResponse:
+        await _check_token(context, request.job)
         try:
             done, reason = await self._direct.snapshot(
                 request.job,
@@ -135,19 +139,29 @@ class AgentService(rpc.AgentServicer):
                 backend=request.backend,
                 timeout=request.timeout_s,
                 pids=tuple(request.pids),
+                admin=access.caller().proven_admin,
             )
         except DirectRefused as refusal:
             await _abort(context, refusal)
-        return pb.MoveResponse(bytes=done.bytes, seconds=done.seconds, reason=reason)
+        return pb.MoveResponse(
+            bytes=done.bytes,
+            seconds=done.seconds,
+            reason=reason,
+            copied_bytes=done.copied,
+            copy_s=done.copy_seconds,
+        )
 
     async def Restore(
         self, request: pb.RestoreRequest, context: "Context[pb.RestoreRequest, pb.MoveResponse]"
     ) -> pb.MoveResponse:
+        await _check_token(context, request.job)
         try:
             done, reason = await self._direct.restore(request.job, timeout=request.timeout_s)
         except DirectRefused as refusal:
             await _abort(context, refusal)
-        return pb.MoveResponse(bytes=done.bytes, seconds=done.seconds, reason=reason)
+        return pb.MoveResponse(
+            bytes=done.bytes, seconds=done.seconds, reason=reason, copy_s=done.copy_seconds
+        )
 
     async def GetNodeStatus(
         self,
@@ -184,6 +198,11 @@ class AgentService(rpc.AgentServicer):
         survey = await self._occupancy.refresh(max_age=0.1)
         status.survey_error = survey.error
         status.accelerators.extend(convert.accelerators_to_pb(survey, self._occupancy))
+
+
+async def _check_token(context: "Context[Any, Any]", job: str) -> None:
+    if denied := access.caller().problem(access.JOB, job):
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, denied)
 
 
 async def _abort(context: "Context[Any, Any]", refusal: DirectRefused) -> NoReturn:

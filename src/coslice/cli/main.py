@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
-from coslice.cli import simulate_commands
+from coslice.cli import security, simulate_commands
 from coslice.cli.plan import groups_given, plan
 from coslice.cli.profile import profile
 from coslice.errors import ConfigError, CosliceError
+from coslice.security import redact
+from coslice.security.listening import Security, make_tls
 
 app = typer.Typer(
     name="coslice",
@@ -48,12 +50,41 @@ GroupsFile = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 simulate_commands.add(app, bench_app)
+security.add(app)
 Backend = Annotated[
     list[str] | None,
     typer.Option(
         "--backend",
         metavar="NAME[:key=value,...]",
         help="What moves the state of jobs that do not say, with its settings; repeat to set others.",
+    ),
+]
+TlsCert = Annotated[
+    str | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate of this server (PEM): TLS.")
+]
+TlsKey = Annotated[
+    str | None, typer.Option("--tls-key", metavar="FILE", help="Its key; others cannot read it.")
+]
+TlsCa = Annotated[
+    str | None, typer.Option("--tls-ca", metavar="FILE", help="CA of the agents' and servers' certificates.")
+]
+TokenSecret = Annotated[
+    str | None,
+    typer.Option(
+        "--token-secret", metavar="FILE", help="Ask every caller for a token ([b]coslice token --help[/b])."
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        help="Listen beyond loopback without TLS and tokens: whoever reaches the port may do everything.",
+    ),
+]
+ListenAgents = Annotated[
+    str | None,
+    typer.Option(
+        "--listen-agents", metavar="HOST:PORT", help="With TLS: where agents attach. Default: the next port."
     ),
 ]
 DEFAULT_ORCHESTRATOR = "127.0.0.1:50051"
@@ -119,6 +150,12 @@ def up(
     ] = None,
     ephemeral: Annotated[bool, typer.Option(help="Keep nothing after the end (a temporary folder).")] = False,
     backend: Backend = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    token_secret: TokenSecret = None,
+    listen_agents: ListenAgents = None,
+    insecure: Insecure = False,
     json: Json = False,
 ) -> None:
     """Run orchestrator and agent of this machine in one process, until Ctrl-C."""
@@ -137,6 +174,8 @@ def up(
             state=state,
             ephemeral=ephemeral,
             backends=tuple(backend or ()),
+            security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
+            listen_agents=listen_agents,
             json=json,
         )
     )
@@ -147,12 +186,25 @@ def orchestrator(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT")] = DEFAULT_ORCHESTRATOR,
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="Store and journal.")] = None,
     policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fifo",
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    token_secret: TokenSecret = None,
+    listen_agents: ListenAgents = None,
+    insecure: Insecure = False,
     json: Json = False,
 ) -> None:
     """Run the orchestrator alone; agents of several nodes dial in."""
     from coslice.cli.up import run_orchestrator
 
-    run_orchestrator(listen=listen, state=state, policy=policy, json=json)
+    run_orchestrator(
+        listen=listen,
+        state=state,
+        policy=policy,
+        security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
+        listen_agents=listen_agents,
+        json=json,
+    )
 
 
 @app.command()
@@ -170,6 +222,11 @@ def agent(
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
     state: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
     backend: Backend = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    token_secret: TokenSecret = None,
+    insecure: Insecure = False,
     json: Json = False,
 ) -> None:
     """Run the Snapshot Agent of this node alone; it dials the orchestrator."""
@@ -186,6 +243,7 @@ def agent(
         state=state,
         node=node,
         backends=tuple(backend or ()),
+        security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
         json=json,
     )
     run_agent(options)
@@ -259,7 +317,7 @@ def status(
 def explain(
     group: Annotated[str, typer.Argument(help="The group to explain.")],
     job: Annotated[str, typer.Option("--job", "-j", help="Only what concerns this job.")] = "",
-    last: Annotated[int, typer.Option(help="How many decisions to show.")] = 20,
+    last: Annotated[int, typer.Option(min=1, help="How many decisions to show.")] = 20,
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
     json: Json = False,
 ) -> None:
@@ -409,6 +467,21 @@ def handoff(
 
 
 @bench_app.command()
+def swap(
+    size: Annotated[str, typer.Option(metavar="SIZE", help="State of one job.")] = "1GiB",
+    rounds: Annotated[int, typer.Option(min=3, help="Pairs of swap and plain copy; medians are told.")] = 7,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
+) -> None:
+    """What swaps of real state cost against plain copies: alone, incremental, in parts, overlapped."""
+    from coslice.cli.bench_swap import bench_swap
+    from coslice.sizes import parse_size
+
+    bench_swap(size=parse_size(size), rounds=rounds, out=json)
+
+
+@bench_app.command()
 def driver(
     groups: Annotated[int, typer.Option(min=1, help="Groups, each with two jobs that take turns.")] = 100,
     seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure.")] = 5.0,
@@ -425,6 +498,7 @@ def driver(
 def main() -> None:
     """Entry point: an error of ours is one line on standard error, never a traceback."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core prints what we say better
+    redact.set_up()
     try:
         app()
     except ConfigError as error:
@@ -437,7 +511,7 @@ def main() -> None:
 
 
 def _fail(error: CosliceError, code: int) -> None:
-    print(f"coslice: {error}", file=sys.stderr)
+    print(f"coslice: {redact.redact(str(error))}", file=sys.stderr)
     sys.exit(code)
 
 

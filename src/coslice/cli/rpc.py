@@ -1,21 +1,53 @@
 """The few unary calls that the command line makes, each bounded and each with an error that helps."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 
-from coslice.errors import OrchestratorUnreachable, UnknownGroup
+from coslice.errors import ConfigError, Denied, OrchestratorUnreachable, UnknownGroup
+from coslice.security.credentials import credentials_from
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
 TIMEOUT = 5.0
 
 
+class _Shows(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    """The token goes with every call."""
+
+    def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._metadata = metadata
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(client_call_details._replace(metadata=self._metadata), request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(client_call_details._replace(metadata=self._metadata), request)
+
+
+@contextmanager
+def connection(address: str, flag: str) -> Iterator[grpc.Channel]:
+    """A channel with the credentials of the environment. ``flag``: the option that the address came with."""
+    host, _, port = address.rpartition(":")
+    if not address.startswith("unix:") and not (
+        host and port.isascii() and port.isdigit() and int(port) < 65536
+    ):
+        raise ConfigError(
+            f"{flag} {address[:80]!r} is no address: write host:port, for example 127.0.0.1:50051"
+        )
+    credentials = credentials_from(os.environ)
+    metadata = credentials.metadata(address)
+    with credentials.channel(address) as channel:
+        yield grpc.intercept_channel(channel, _Shows(metadata)) if metadata else channel
+
+
 @contextmanager
 def orchestrator(address: str) -> Iterator[pb_grpc.OrchestratorStub]:
     """A stub for one call or stream; an unreachable or refusing server becomes one of our errors."""
-    with grpc.insecure_channel(address) as channel:
+    with connection(address, "--orchestrator") as channel:
         try:
             yield pb_grpc.OrchestratorStub(channel)
         except grpc.RpcError as error:
@@ -26,9 +58,19 @@ def _explained(error: grpc.RpcError, address: str) -> Exception:
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.NOT_FOUND:
         return UnknownGroup(details)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return ConfigError(
+            f"what answers at {address} is no orchestrator, or an older one; an agent, perhaps: are "
+            "--orchestrator (-o) and --agent swapped?"
+        )
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return Denied(f"the orchestrator at {address} says no: {details}")
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return ConfigError(details)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        tls = f" ({details})" if "SSL" in details or "handshake" in details.lower() else ""
         return OrchestratorUnreachable(
-            f"no orchestrator answers at {address}: start one with `coslice up`, or name another "
+            f"no orchestrator answers at {address}{tls}: start one with `coslice up`, or name another "
             "with --orchestrator"
         )
     return OrchestratorUnreachable(f"the orchestrator at {address} answered {code.name}: {details}")
@@ -40,6 +82,19 @@ def group_status(address: str, group: str = "") -> pb.GetStatusResponse:
 
 
 def agent_status(address: str) -> pb.GetNodeStatusResponse:
-    """Raises ``grpc.RpcError``: whether an agent is needed is the caller's decision."""
-    with grpc.insecure_channel(address) as channel:
-        return pb_grpc.AgentStub(channel).GetNodeStatus(pb.GetNodeStatusRequest(), timeout=TIMEOUT)
+    """Raises ``grpc.RpcError`` if nobody answers: whether an agent is needed is the caller's decision.
+
+    Raises ``CosliceError`` if somebody else answers, or says no.
+    """
+    with connection(address, "--agent") as channel:
+        try:
+            return pb_grpc.AgentStub(channel).GetNodeStatus(pb.GetNodeStatusRequest(), timeout=TIMEOUT)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ConfigError(
+                    f"what answers at {address} is no agent; an orchestrator, perhaps: are --agent and "
+                    "--orchestrator (-o) swapped?"
+                ) from None
+            if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                raise Denied(f"the agent at {address} says no: {error.details()}") from None
+            raise

@@ -11,11 +11,12 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,8 +29,14 @@ from coslice.core.policy import policy_named
 from coslice.errors import ConfigError
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
+from coslice.security.credentials import Credentials, credentials_from
 from coslice.security.files import private_directory
+from coslice.security.listening import LOCAL_ONLY, Security
+from coslice.security.tokens import AGENT, mint, read_keys
 from coslice.sizes import format_size, parse_size
+
+_OWN_TOKEN_S = 10 * 365 * 86400.0
+"""The orchestrator of the same process ends with its agent: its token need not expire before."""
 
 console = Console(stderr=True, highlight=False)
 
@@ -47,6 +54,8 @@ class UpOptions:
     state: Path | None = None
     ephemeral: bool = False
     node: str | None = None
+    security: Security = LOCAL_ONLY
+    listen_agents: str | None = None
     backends: tuple[str, ...] = ()
     json: bool = False
 
@@ -63,6 +72,8 @@ def run_up(options: UpOptions) -> None:
         orchestrator = OrchestratorApp(
             OrchestratorConfig(
                 listen=options.listen,
+                **_secured(options.security),
+                listen_agents=options.listen_agents,
                 store=str(folder / "orchestrator.db"),
                 journal=str(folder / "journal.jsonl"),
                 groups=tuple(GroupConfig(id=device.group, policy=policy) for device in devices),
@@ -72,7 +83,9 @@ def run_up(options: UpOptions) -> None:
         async def serve(stack: AsyncExitStack) -> None:
             await _start(stack, orchestrator)
             # The agent dials the address that was really bound: port 0 asks the system for a free one.
-            agent = AgentApp(_agent_config(options, devices, orchestrator.address, folder))
+            agent = AgentApp(
+                _agent_config(options, devices, _within(orchestrator.agents_address), folder, own=True)
+            )
             await _start(stack, agent)
             await agent.wait_ready()
             _announce_up(options, devices, orchestrator.address, agent.address, folder)
@@ -80,12 +93,22 @@ def run_up(options: UpOptions) -> None:
         _run_until_signal(serve)
 
 
-def run_orchestrator(*, listen: str, state: Path | None, policy: str, json: bool) -> None:
+def run_orchestrator(
+    *,
+    listen: str,
+    state: Path | None,
+    policy: str,
+    security: Security = LOCAL_ONLY,
+    listen_agents: str | None = None,
+    json: bool,
+) -> None:
     name = _policy(policy)
     with _StateDir(state, "orchestrator", ephemeral=False) as folder:
         app = OrchestratorApp(
             OrchestratorConfig(
                 listen=listen,
+                **_secured(security),
+                listen_agents=listen_agents,
                 store=str(folder / "orchestrator.db"),
                 journal=str(folder / "journal.jsonl"),
                 groups=(),
@@ -96,7 +119,12 @@ def run_orchestrator(*, listen: str, state: Path | None, policy: str, json: bool
 
         async def serve(stack: AsyncExitStack) -> None:
             await _start(stack, app)
-            _say(json, {"ready": True, "orchestrator": app.address}, f"orchestrator at [b]{app.address}[/b]")
+            agents = f", agents at [b]{app.agents_address}[/b]" if app.agents_address != app.address else ""
+            _say(
+                json,
+                {"ready": True, "orchestrator": app.address, "agents": app.agents_address},
+                f"orchestrator at [b]{app.address}[/b]{agents}",
+            )
 
         _run_until_signal(serve)
 
@@ -217,13 +245,23 @@ def _default_budget(accelerator: str) -> int:
 
 
 def _agent_config(
-    options: UpOptions, devices: tuple[GroupDevices, ...], orchestrator: str, folder: Path
+    options: UpOptions,
+    devices: tuple[GroupDevices, ...],
+    orchestrator: str,
+    folder: Path,
+    *,
+    own: bool = False,
 ) -> AgentConfig:
+    """``own``: the orchestrator is of this process, and takes our agent without further words."""
     budget = parse_size(options.host_memory) if options.host_memory else _available_memory() // 2
     backends = [parse_backend(text) for text in options.backends]
     return AgentConfig(
         node=_node(options),
         orchestrator=orchestrator,
+        tls=options.security.tls,
+        token_secret=options.security.token_secret,
+        allow_remote=options.security.insecure,
+        credentials=_credentials(options, own=own),
         listen=options.agent_listen,
         groups=devices,
         host_budget=budget,
@@ -232,6 +270,30 @@ def _agent_config(
         backend=backends[0].name if backends else "app_channel",
         backends={spec.name: spec.settings for spec in backends},
     )
+
+
+def _secured(security: Security) -> dict[str, Any]:
+    """The security of an orchestrator's configuration."""
+    return {"tls": security.tls, "token_secret": security.token_secret, "insecure": security.insecure}
+
+
+def _credentials(options: UpOptions, *, own: bool) -> Credentials:
+    """What the agent shows to the orchestrator: its certificate; without TLS a token."""
+    tls, secret = options.security.tls, options.security.token_secret
+    if tls is not None:
+        return Credentials(ca=tls.ca, cert=tls.cert, key=tls.key)
+    if own and secret is not None:
+        (key, *_) = read_keys(secret)
+        return Credentials(
+            token=mint(key, role=AGENT, name=_node(options), expires=time.time() + _OWN_TOKEN_S)
+        )
+    return credentials_from(os.environ)
+
+
+def _within(address: str) -> str:
+    """The same address as seen from this machine, where it is bound to all."""
+    host, _, port = address.rpartition(":")
+    return {"0.0.0.0": f"127.0.0.1:{port}", "[::]": f"[::1]:{port}"}.get(host, address)
 
 
 class _StateDir:

@@ -28,6 +28,7 @@ from coslice.client.transport import (
     trouble_of,
 )
 from coslice.client.types import Status
+from coslice.errors import ConfigError
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
@@ -35,7 +36,7 @@ from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 class AioLink:
     def __init__(self, config: ClientConfig) -> None:
         assert config.address is not None
-        self._address = config.address
+        self._address, self._credentials = config.address, config.credentials
         self._session = Session(hello_of(config), address=config.address)
         self._outbox: asyncio.Queue[pb.ClientMessage | None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -88,9 +89,13 @@ class AioLink:
 
     async def status(self, group: str, timeout: float) -> Status:
         try:
-            async with grpc.aio.insecure_channel(self._address, options=OPTIONS) as channel:
+            async with self._credentials.aio_channel(self._address, OPTIONS) as channel:
                 stub = pb_grpc.OrchestratorStub(channel)
-                return status_of(await stub.GetStatus(pb.GetStatusRequest(group=group), timeout=timeout))
+                request, metadata = (
+                    pb.GetStatusRequest(group=group),
+                    self._credentials.metadata(self._address),
+                )
+                return status_of(await stub.GetStatus(request, timeout=timeout, metadata=metadata))
         except grpc.aio.AioRpcError as error:
             raise status_error(error, address=self._address, group=group) from None
 
@@ -145,8 +150,14 @@ class AioLink:
         """Serve one stream until it ends; was it welcomed?"""
         trouble, welcomed = "the orchestrator ended the stream", False
         outbox: asyncio.Queue[pb.ClientMessage | None] = asyncio.Queue()
-        async with grpc.aio.insecure_channel(self._address, options=OPTIONS) as channel:
-            call = pb_grpc.OrchestratorStub(channel).Session(_until_none(outbox))
+        try:
+            metadata = self._credentials.metadata(self._address)
+            dialled = self._credentials.aio_channel(self._address, OPTIONS)
+        except ConfigError as error:  # files may be replaced while we run
+            self._session.closed(now=time.monotonic(), trouble=str(error))
+            return False
+        async with dialled as channel:
+            call = pb_grpc.OrchestratorStub(channel).Session(_until_none(outbox), metadata=metadata)
             self._outbox = outbox
             self._session.opened()
             self._flush()
@@ -171,12 +182,13 @@ class AioLink:
         if not self._session.ever_welcomed:
             return
         words = [pb.ClientMessage(hello=self._session.hello), pb.ClientMessage(goodbye=pb.Goodbye())]
-        with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
+        with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError, ConfigError):
+            metadata = self._credentials.metadata(self._address)
             async with (
                 asyncio.timeout(FAREWELL_S),
-                grpc.aio.insecure_channel(self._address, options=OPTIONS) as channel,
+                self._credentials.aio_channel(self._address, OPTIONS) as channel,
             ):
-                async for _ in pb_grpc.OrchestratorStub(channel).Session(iter(words)):
+                async for _ in pb_grpc.OrchestratorStub(channel).Session(iter(words), metadata=metadata):
                     pass
 
 
@@ -193,6 +205,8 @@ _links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, AioLink]
 
 def link_for(config: ClientConfig, user: object) -> AioLink:
     """This loop's link of the job."""
+    assert config.address is not None
+    config.credentials.metadata(config.address)  # what is wrong with them is said here and now
     links = _links.setdefault(asyncio.get_running_loop(), {})
     key = (config.address, config.job, config.incarnation, config.rank)
     link = links.get(key)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from coslice.errors import ConfigError
+from coslice.security.credentials import PLAIN, Credentials, credentials_from
 
 ORCHESTRATOR = "COSLICE_ORCHESTRATOR"
 
@@ -34,6 +35,8 @@ class ClientConfig:
     """Seconds until a call gives up on an orchestrator that never answered."""
     reconnect_timeout: float = 60.0
     """The same for one that answered before; requests keep their place meanwhile."""
+    credentials: Credentials = PLAIN
+    """TLS and token; from the environment they are ``COSLICE_TLS_CA`` and ``COSLICE_TOKEN`` (security.md)."""
     yield_timeout: float = 10.0
     """Seconds that a yield waits for its confirmation. Unconfirmed it is sent again until it arrives."""
 
@@ -63,6 +66,7 @@ def settings_from(env: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[
         "rank": _number(env, "COSLICE_RANK", _number(env, "RANK", 0)),
         "world": _number(env, "COSLICE_WORLD", 0),
         "need": _number(env, "COSLICE_NEED", 0),
+        "credentials": credentials_from(env),
         "cpus": _cpus(env.get("COSLICE_ACCELERATOR_CPUS", "")),
     }
     return settings | {name: value for name, value in overrides.items() if value is not None}

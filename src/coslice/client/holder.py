@@ -19,6 +19,7 @@ from coslice.client.config import ClientConfig, group_names, settings_from
 from coslice.client.types import Grant
 from coslice.errors import ConfigError, NotHeld
 from coslice.gate import GATE, Section
+from coslice.security.credentials import PLAIN, Credentials
 
 if TYPE_CHECKING:
     from coslice.client.session import Claim
@@ -88,6 +89,7 @@ class Holder(Generic[L]):
         world: int = 0,
         need: int = 0,
         cpus: Sequence[int] = (),
+        credentials: Credentials = PLAIN,
         connect_timeout: float = 10.0,
         reconnect_timeout: float = 60.0,
         yield_timeout: float = 10.0,
@@ -103,6 +105,7 @@ class Holder(Generic[L]):
             world=world,
             need=need,
             cpus=tuple(cpus),
+            credentials=credentials,
             connect_timeout=connect_timeout,
             reconnect_timeout=reconnect_timeout,
             yield_timeout=yield_timeout,

@@ -32,7 +32,7 @@ from coslice.client.transport import (
     trouble_of,
 )
 from coslice.client.types import Status
-from coslice.errors import CosliceError
+from coslice.errors import ConfigError, CosliceError
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
@@ -40,7 +40,7 @@ from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 class Link:
     def __init__(self, config: ClientConfig) -> None:
         assert config.address is not None
-        self._address = config.address
+        self._address, self._credentials = config.address, config.credentials
         self._session = Session(hello_of(config), address=config.address)
         self._lock = threading.Lock()
         self._owner = 0
@@ -122,9 +122,13 @@ class Link:
 
     def status(self, group: str, timeout: float) -> Status:
         try:
-            with grpc.insecure_channel(self._address, options=OPTIONS) as channel:
+            with self._credentials.channel(self._address, OPTIONS) as channel:
                 stub = pb_grpc.OrchestratorStub(channel)
-                return status_of(stub.GetStatus(pb.GetStatusRequest(group=group), timeout=timeout))
+                request, metadata = (
+                    pb.GetStatusRequest(group=group),
+                    self._credentials.metadata(self._address),
+                )
+                return status_of(stub.GetStatus(request, timeout=timeout, metadata=metadata))
         except grpc.RpcError as error:
             raise status_error(error, address=self._address, group=group) from None
 
@@ -225,9 +229,15 @@ class Link:
 
     def _read_one(self) -> bool:
         """Serve one stream until it ends; was it welcomed?"""
-        channel = grpc.insecure_channel(self._address, options=OPTIONS)
+        try:
+            metadata = self._credentials.metadata(self._address)
+            channel = self._credentials.channel(self._address, OPTIONS)
+        except ConfigError as error:  # files may be replaced while we run
+            with self._locked() as session:
+                session.closed(now=time.monotonic(), trouble=str(error))
+            return False
         outbox: SimpleQueue[pb.ClientMessage | None] = SimpleQueue()
-        call = pb_grpc.OrchestratorStub(channel).Session(iter(outbox.get, None))
+        call = pb_grpc.OrchestratorStub(channel).Session(iter(outbox.get, None), metadata=metadata)
         trouble = "the orchestrator ended the stream"
         welcomed = False
         try:
@@ -287,6 +297,8 @@ _guard = threading.Lock()
 
 def link_for(config: ClientConfig, user: object) -> Link:
     """The process's link of this job: every client of the same job shares it."""
+    assert config.address is not None
+    config.credentials.metadata(config.address)  # what is wrong with them is said here and now
     key = (config.address, config.job, config.incarnation, config.rank)
     with _guard:
         link = _links.get(key)

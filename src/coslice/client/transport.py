@@ -3,7 +3,6 @@
 Imports gRPC, so the public modules import it only once there is an address to dial.
 """
 
-import logging
 import os
 import random
 import socket
@@ -14,10 +13,11 @@ import grpc
 
 from coslice.client.config import ClientConfig
 from coslice.client.types import GroupStatus, Status, Waiter
-from coslice.errors import CosliceError, OrchestratorUnreachable, UnknownGroup
+from coslice.errors import ConfigError, CosliceError, Denied, OrchestratorUnreachable, UnknownGroup
+from coslice.security import redact
 from coslice.wire.v1 import coslice_pb2 as pb
 
-_log = logging.getLogger("coslice")
+_log = redact.logger("coslice")
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     # Liveness is the stream's own: these pings are answered by gRPC's threads even while Python is busy.
@@ -90,6 +90,8 @@ class _Ended(Protocol):
 def trouble_of(ended: _Ended) -> str:
     """Why a stream ended, in the words of gRPC."""
     code = ended.code()
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return "what answers there is no orchestrator: are its address and the agent's swapped?"
     return ended.details() or (code.name.lower() if code is not None else "the stream ended")
 
 
@@ -102,6 +104,13 @@ def status_error(error: _Ended, *, address: str, group: str) -> CosliceError:
         return OrchestratorUnreachable(
             f"no orchestrator answers at {address} ({details}). Start one with `coslice up`",
             data={"address": address},
+        )
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return Denied(f"the orchestrator at {address}: {details}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return ConfigError(
+            f"{address} is no orchestrator; an agent, perhaps: COSLICE_ORCHESTRATOR and COSLICE_AGENT may be "
+            "swapped"
         )
     return CosliceError(details)
 

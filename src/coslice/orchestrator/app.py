@@ -8,7 +8,7 @@ import errno
 import logging
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 
 import grpc
@@ -16,12 +16,13 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
+from msgspec.structs import replace
 
 from coslice.core import effects as fx
 from coslice.core.ids import GroupId
 from coslice.errors import ConfigError
 from coslice.orchestrator.agents import Agents
-from coslice.orchestrator.config import OrchestratorConfig, check, split_address
+from coslice.orchestrator.config import OrchestratorConfig, agents_address, check, split_address
 from coslice.orchestrator.groups import Groups
 from coslice.orchestrator.outbox import End
 from coslice.orchestrator.service import OrchestratorService
@@ -33,7 +34,12 @@ from coslice.orchestrator.watch import Watchers
 from coslice.runtime.clock import Clock, LoopClock
 from coslice.runtime.journal import Journal
 from coslice.runtime.supervisor import Supervisor
+from coslice.security import access
+from coslice.security.access import Guard
+from coslice.security.listening import server_credentials
+from coslice.security.tokens import read_keys
 from coslice.store import Store, make_store
+from coslice.wire.malformed import RefuseMalformed
 from coslice.wire.upstream.timeslice_orchestrator_pb2_grpc import (
     add_TimeSliceOrchestratorServiceServicer_to_server,
 )
@@ -42,6 +48,13 @@ from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 SERVICE = "coslice.v1.Orchestrator"
+RULES = {
+    f"/{SERVICE}/Session": access.INBAND,
+    f"/{SERVICE}/Attach": access.INBAND,
+    f"/{SERVICE}/GetStatus": access.ANY,
+    f"/{SERVICE}/WatchStatus": access.ANY,
+    f"/{SERVICE}/Explain": access.ANY,
+}
 MAX_TEXT = 4096
 
 
@@ -53,6 +66,8 @@ class OrchestratorApp:
         self.instance = ""
         """Changes with every start; clients and agents see it in their welcome."""
         self._address = ""
+        self.agents_address = ""
+        """Where agents attach: with TLS another port, where every caller shows a certificate."""
         self._service: OrchestratorService | None = None
         self._supervisor = Supervisor("orchestrator")
         self._open = AsyncExitStack()
@@ -85,7 +100,7 @@ class OrchestratorApp:
             )
             journal.open(clock.now())
             stack.callback(journal.close)
-            server, address = _bind(self.config)
+            server, address, agents = _bind(self.config)
             stack.push_async_callback(self._supervisor.stop)
             self._service, upstream = self._assemble(store, saved, journal, clock)
             await upstream.start()
@@ -94,7 +109,7 @@ class OrchestratorApp:
             health = await _serve(server)
             stack.push_async_callback(self._end_streams, server, health)
             self._open = stack.pop_all()
-        self._address = address
+        self._address, self.agents_address = address, agents
         self._ready.set()
         log.info("orchestrator %s listens on %s", self.instance, address)
 
@@ -152,6 +167,7 @@ class OrchestratorApp:
             clock=clock,
             hello_timeout=config.hello_timeout,
             session_grace=config.session_grace,
+            tls=config.tls is not None,
         )
         return service, upstream
 
@@ -179,7 +195,8 @@ class OrchestratorApp:
         await server.stop(self.config.stop_grace)
 
 
-def _bind(config: OrchestratorConfig) -> tuple[grpc.aio.Server, str]:
+def _bind(config: OrchestratorConfig) -> tuple[grpc.aio.Server, str, str]:
+    """The server, its address, and the one for agents."""
     every = int(config.keepalive * 1000)
     server = grpc.aio.server(
         options=[
@@ -193,15 +210,30 @@ def _bind(config: OrchestratorConfig) -> tuple[grpc.aio.Server, str]:
             ("grpc.http2.min_ping_interval_without_data_ms", every // 2),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", every // 2),
             ("grpc.http2.max_ping_strikes", 0),  # an eager client is no reason to end its session
-        ]
+        ],
+        interceptors=[
+            Guard(RULES, read_keys(config.token_secret) if config.token_secret else ()),
+            RefuseMalformed(),
+        ],
     )
+    if config.tls is None:
+        address = _listen(config.listen, server.add_insecure_port)
+        return server, address, address
+    plain, mutual = (server_credentials(config.tls, ask_client=ask) for ask in (False, True))
+    address = _listen(config.listen, lambda at: server.add_secure_port(at, plain))
+    agents = _listen(
+        agents_address(replace(config, listen=address)), lambda at: server.add_secure_port(at, mutual)
+    )
+    return server, address, agents
+
+
+def _listen(where: str, add_port: Callable[[str], int]) -> str:
+    """The address that was bound. Raises ``ConfigError`` saying why it could not."""
     try:
-        port = server.add_insecure_port(config.listen)
+        port = add_port(where)
     except RuntimeError as error:
-        raise ConfigError(_why_not(config.listen), data={"listen": config.listen}) from error
-    if config.listen.startswith("unix:"):
-        return server, config.listen
-    return server, f"{config.listen.rpartition(':')[0]}:{port}"
+        raise ConfigError(_why_not(where), data={"listen": where}) from error
+    return where if where.startswith("unix:") else f"{where.rpartition(':')[0]}:{port}"
 
 
 def _why_not(listen: str) -> str:

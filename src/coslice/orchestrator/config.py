@@ -4,7 +4,6 @@
 it.
 """
 
-import ipaddress
 from typing import Literal
 
 from msgspec import Struct
@@ -13,6 +12,8 @@ from coslice.core.group_state import GroupRules
 from coslice.core.ids import check_name
 from coslice.core.policy import policy_named
 from coslice.errors import ConfigError
+from coslice.security import listening
+from coslice.security.listening import Tls
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
@@ -31,8 +32,14 @@ class OrchestratorConfig(Struct, frozen=True, kw_only=True):
 
     listen: str = DEFAULT_LISTEN
     """``host:port`` (port 0: any free one) or ``unix:path``."""
+    tls: Tls | None = None
+    """With it all streams are encrypted, and agents show a certificate, at an address of their own."""
+    listen_agents: str | None = None
+    """Where agents attach with TLS. None: the port after that of ``listen``."""
+    token_secret: str | None = None
+    """Secret file that tokens are checked with; None: no tokens are asked for."""
     insecure: bool = False
-    """Allow a listen address that other machines can reach, although the stream is not encrypted."""
+    """Allow a listen address that other machines can reach, without TLS and tokens."""
     store: str = ":memory:"
     """Path of the SQLite file, or ``:memory:`` (a restart then forgets every lock)."""
     journal: str | None = None
@@ -108,14 +115,25 @@ def check(config: OrchestratorConfig) -> None:
 
 def _check_listen(config: OrchestratorConfig) -> None:
     if config.listen.startswith("unix:"):
+        if config.tls is not None:
+            raise ConfigError(
+                f"{config.listen} is local already: TLS is for host:port", data={"listen": config.listen}
+            )
         return
-    host, port = split_address(config.listen)
-    if not (config.insecure or _loopback(host)):
-        raise ConfigError(
-            f"refusing to listen on {config.listen}: other machines could reach it and the stream is not "
-            f"encrypted. Use 127.0.0.1:{port}, or set insecure=True if the network is trusted",
-            data={"listen": config.listen},
-        )
+    for address in (config.listen, config.listen_agents or config.listen):
+        listening.check("orchestrator", address, split_address(address)[0], security(config))
+
+
+def security(config: OrchestratorConfig) -> listening.Security:
+    return listening.Security(config.tls, config.token_secret, config.insecure)
+
+
+def agents_address(config: OrchestratorConfig) -> str:
+    """Where agents attach when there is TLS."""
+    if config.listen_agents is not None:
+        return config.listen_agents
+    host, _, port = config.listen.rpartition(":")
+    return f"{host}:{int(port) + 1 if int(port) else 0}"
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -127,12 +145,3 @@ def split_address(address: str) -> tuple[str, int]:
             f"{address!r} is not host:port, for example {DEFAULT_LISTEN}", data={"listen": address}
         )
     return host, int(port)
-
-
-def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

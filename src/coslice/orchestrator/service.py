@@ -24,6 +24,7 @@ from coslice.orchestrator.outbox import End, Outbox
 from coslice.orchestrator.verbs import Verbs
 from coslice.orchestrator.watch import Watchers
 from coslice.runtime.clock import Clock
+from coslice.security import access
 from coslice.wire.status import grpc_status
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
@@ -47,10 +48,12 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         clock: Clock,
         hello_timeout: float,
         session_grace: float,
+        tls: bool = False,
     ) -> None:
         self._instance, self._groups, self._sessions, self._verbs = instance, groups, sessions, verbs
         self._agents, self._watchers, self._clock = agents, watchers, clock
         self._hello_timeout, self._session_grace = hello_timeout, session_grace
+        self._tls = tls
         self._end: End | None = None
 
     def stop(self, end: End) -> None:
@@ -93,10 +96,12 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         except ValueError as error:
             refusal = convert.refused("", pb.INVALID, str(error))
         else:
-            problem = self._sessions.refusal(who)
-            if problem is None:
+            if denied := access.caller().problem(access.JOB, who.job):
+                refusal = convert.refused("", pb.DENIED, denied)
+            elif (problem := self._sessions.refusal(who)) is None:
                 return who
-            refusal = problem
+            else:
+                refusal = problem
         outbox.put(refusal)
         outbox.close(End())
         return None
@@ -129,9 +134,12 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         try:
             if first is None or not first.HasField("hello"):
                 raise ValueError(f"an agent begins with a hello, within {self._hello_timeout:g} s")
+            denied = access.agent_problem(context, first.hello.node, tls=self._tls)
             refusal = self._agents.refusal(first.hello)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if denied:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, denied)
         if refusal is not None:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, refusal)
         link = self._agents.admit(first.hello, context.peer())

@@ -78,6 +78,18 @@ def read_secret(path: str | Path, what: str) -> bytes:
     return content
 
 
+def read_pem(path: str) -> bytes:
+    """A file of certificates. Raises ``ConfigError``."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(1 << 20)
+    except OSError as error:
+        raise ConfigError(f"cannot read the certificate {path}: {error.strerror}") from None
+    if b"-----BEGIN CERTIFICATE-----" not in content:
+        raise ConfigError(f"{path} holds no certificate in PEM format")
+    return content
+
+
 def write_secret(path: str | Path, content: bytes) -> None:
     """A new file, mode 0600. Raises ``ConfigError`` if there is one already."""
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from coslice.security.credentials import PLAIN, Credentials
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
@@ -78,7 +79,9 @@ class FakeAgent:
         states: Mapping[str, int] | None = None,
         device_budget: int = 1 << 20,
         instance: str = "",
+        credentials: Credentials = PLAIN,
     ) -> None:
+        self._credentials = credentials
         self.node, self.groups = node, tuple(groups)
         self.instance = instance or uuid.uuid4().hex[:8]
         self.behaviour = behaviour or instant()
@@ -166,7 +169,7 @@ class FakeAgent:
             await asyncio.sleep(RECONNECT)  # a listener that is not there gives no notice of its return
 
     async def _attach(self) -> None:
-        async with grpc.aio.insecure_channel(self._orchestrator) as channel:
+        async with self._credentials.aio_channel(self._orchestrator) as channel:
             stub: Any = pb_grpc.OrchestratorStub(
                 channel
             )  # the stubs want an iterator, which aio does not need

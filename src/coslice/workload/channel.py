@@ -5,7 +5,6 @@ stream is HTTP/2 with keepalive, so a lost agent is noticed without heartbeats o
 it is meanwhile, and the next agent is told whether it is parked and given the host buffer back.
 """
 
-import logging
 import os
 import queue
 import random
@@ -17,7 +16,9 @@ from typing import Any
 
 import grpc
 
-from coslice.errors import ConfigError, CosliceError, OperationFailed
+from coslice.errors import ConfigError, CosliceError, Denied, OperationFailed
+from coslice.security import redact
+from coslice.security.credentials import PLAIN, Credentials
 from coslice.wire.status import code_of, error_of
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
@@ -26,7 +27,7 @@ from coslice.workload.buffers import AgentBuffers
 from coslice.workload.mover import stay_on
 from coslice.workload.registry import DISCARD, OFFLOAD, PARTS, GroupState
 
-_log = logging.getLogger("coslice")
+_log = redact.logger("coslice")
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -57,6 +58,7 @@ class Identity:
     """What shall move the state, as the agent writes it: ``NAME:key=value,…``; empty: the agent's default."""
     socket: str = ""
     """The agent's unix socket as this process sees it; empty: the agent says where it is."""
+    credentials: Credentials = PLAIN
 
 
 class Channel:
@@ -124,15 +126,21 @@ class Channel:
     def _serve(self) -> None:
         """One stream, from the registration to its end."""
         outbox: _Outbox[pb.WorkloadMessage | None] = _Outbox()
-        with grpc.insecure_channel(self.address, options=_OPTIONS) as channel:
+        credentials = self.identity.credentials
+        try:
+            metadata = credentials.metadata(self.address)
+            dialled = credentials.channel(self.address, _OPTIONS)
+        except CosliceError as error:
+            return self._unserved(error)
+        with dialled as channel:
             stub = rpc.AgentStub(channel)
             try:
-                proof = self._ticket(stub)
+                proof = self._ticket(stub, metadata)
             except CosliceError as error:
                 return self._unserved(error)
             outbox.put(self._registration(proof))
             self._outbox = outbox
-            call = stub.Channel(iter(outbox.get, None), wait_for_ready=True)
+            call = stub.Channel(iter(outbox.get, None), wait_for_ready=True, metadata=metadata)
             self._call = call
             if self._stop.is_set():  # closed just now: nobody else will cancel this call
                 _cancel(call)
@@ -145,11 +153,13 @@ class Channel:
                 if self._answered.is_set():  # lost while it was admitting us: the next one will
                     self._settled.set()
 
-    def _ticket(self, stub: rpc.AgentStub) -> str:
+    def _ticket(self, stub: rpc.AgentStub, metadata: tuple[tuple[str, str], ...]) -> str:
         """What proves to the agent which process we are; empty for an agent that wants none."""
         path = self.identity.socket
         if not path:
-            call = stub.GetNodeStatus.future(pb.GetNodeStatusRequest(), wait_for_ready=True)
+            call = stub.GetNodeStatus.future(
+                pb.GetNodeStatusRequest(), wait_for_ready=True, metadata=metadata
+            )
             self._call = call
             if self._stop.is_set():
                 _cancel(call)
@@ -158,6 +168,8 @@ class Channel:
             except grpc.FutureCancelledError:
                 return ""
             except grpc.RpcError as error:
+                if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                    raise Denied(f"the agent at {self.address}: {error.details()}") from None
                 if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                     raise
                 raise ConfigError(
