@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo and the tests need one framework build; any torch >= 2.6 works for your own jobs.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test test-chromium test-jax check bench mutants protos docs clean
+.PHONY: demo test test-chromium test-jax test-trl check bench mutants protos docs clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,7 +17,7 @@ demo: $(VENV)/.installed          ## run the main job: two RL jobs alone, then s
 	$(BIN)/coslice demo
 
 test: $(VENV)/.installed          ## all tests: core, fakes, real processes
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax' tests
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax and not trl' tests
 
 test-chromium: $(VENV)/.installed ## the replay page in a real browser (needs chromium and chromedriver)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[chromium]'
@@ -26,6 +26,10 @@ test-chromium: $(VENV)/.installed ## the replay page in a real browser (needs ch
 test-jax: $(VENV)/.installed      ## the adapter for JAX arrays on JAX's CPU devices
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[jax]'
 	$(BIN)/pytest -m jax tests/workload
+
+test-trl: $(VENV)/.installed      ## real TRL jobs that share an accelerator
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test,trl]'
+	$(BIN)/pytest -m trl tests/integrations
 
 check: $(VENV)/.installed         ## ruff, mypy strict, import contracts
 	$(BIN)/ruff check src tests tools examples
