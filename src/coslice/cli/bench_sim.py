@@ -9,23 +9,29 @@ from pathlib import Path
 from rich.console import Console
 
 from coslice.errors import ConfigError
-from coslice.simulate.day import DAY, Part, Told, run_part
+from coslice.simulate.day import Part, Told, run_part
 
 console = Console(highlight=False)
 progress = Console(stderr=True, highlight=False)
-NODES, JOBS = 1000, 10_000
 PARTS = 20
 
 
-def bench_sim(*, processes: int, quick: bool, out: Path | None) -> None:
-    """One day of 10,000 jobs on 1,000 nodes.
+def bench_sim(*, processes: int, nodes: int, jobs: int, hours: float, out: Path | None) -> None:
+    """One day of many jobs on many nodes, or its first hours.
 
     ``steps_per_s``: all core steps ÷ wall time of the run, in ``processes`` together. ``steps_per_cpu_s``: ÷
     the processor time that they took, which a busy machine does not change as much.
     """
-    nodes, jobs = (NODES // 100, JOBS // 100) if quick else (NODES, JOBS)
-    count = max(1, min(PARTS, nodes))
-    parts = [Part(nodes=nodes // count, jobs=jobs // count, seed=seed) for seed in range(count)]
+    count = max(1, min(PARTS, nodes, jobs))
+    parts = [
+        Part(
+            nodes=nodes // count + (n < nodes % count),
+            jobs=jobs // count + (n < jobs % count),
+            seed=n,
+            seconds=3600 * hours,
+        )
+        for n in range(count)
+    ]
     begun = time.perf_counter()
     told = list(_run(parts, processes))
     wall = time.perf_counter() - begun
@@ -36,7 +42,7 @@ def bench_sim(*, processes: int, quick: bool, out: Path | None) -> None:
         "processes": processes,
         "core_steps": steps,
         "seconds": wall,
-        "simulated_s": DAY,
+        "simulated_s": 3600 * hours,
         "nodes": nodes,
         "jobs": sum(one.jobs for one in told),
         "useful_duty": sum(one.useful_duty for one in told) / len(told),

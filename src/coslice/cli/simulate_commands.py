@@ -108,7 +108,11 @@ def simulate(
 
 def sim(
     processes: Annotated[int, typer.Option(min=1, help="Worker processes; groups are independent.")] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="A hundredth of the day.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes, a group on each.")] = 1000,
+    jobs: Annotated[int, typer.Option(min=1, help="Jobs that come in the day.")] = 10_000,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The first hour of the day: how fast, not how long.")
+    ] = False,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
     ] = None,
@@ -116,7 +120,7 @@ def sim(
     """How fast is the simulator? Core steps a second, and one day of 10,000 jobs on 1,000 nodes."""
     from coslice.cli.bench_sim import bench_sim
 
-    bench_sim(processes=processes, quick=quick, out=json)
+    bench_sim(processes=processes, nodes=nodes, jobs=jobs, hours=1 if quick else 24, out=json)
 
 
 Address = Annotated[

@@ -1,0 +1,145 @@
+"""``coslice simulate`` and ``coslice bench sim``, as users and scripts call them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coslice.cli.main import app
+from coslice.errors import ConfigError
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def steps(path: Path, *, on: float, off: float, count: int = 12) -> str:
+    lines = [
+        {
+            "step": k,
+            "gen_s": off,
+            "reward_s": 0.0,
+            "update_actor_s": on,
+            "step_s": on + off,
+            "param_sync_s": 0,
+        }
+        for k in range(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_figures_for_scripts(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    run("a=40/60", "b=30/70", "--policy", "fifo", "--swap-s", "2", "--json", str(out))
+    told = json.loads(out.read_text())
+    assert set(told["slowdown"]) == {"a", "b"}
+    assert told["duty_bound"] == pytest.approx(0.7, abs=0.01)
+    assert 0.65 < told["useful_duty"] <= 0.71
+    assert told["swaps"] > 100
+    assert told["wait_s"]["max"] >= told["wait_s"]["p90"] >= 0
+    assert told["steps_per_s"] > 0
+    assert told["processes"] == 1
+    assert told["policy"] == "fifo"
+
+
+def test_jobs_from_files_and_from_two_figures_together(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    log = steps(tmp_path / "math.jsonl", on=40.0, off=60.0)
+    run(log, "code=20/80", "--json", str(out))
+    told = json.loads(out.read_text())
+    assert told["jobs"]["math"]["solo_step_s"] == pytest.approx(100.0)
+    assert told["jobs"]["code"]["solo_step_s"] == pytest.approx(100.0)
+
+
+def test_policies_side_by_side(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    said = run("a=25/60", "b=216/127", "--compare", "fifo,shortest,reservation", "--json", str(out))
+    told = json.loads(out.read_text())["policies"]
+    assert list(told) == ["fifo", "shortest", "reservation"]
+    for name in told:
+        assert name in said
+    assert told["reservation"]["slowdown"]["a"] < told["fifo"]["slowdown"]["a"]
+
+
+def test_what_is_drawn(tmp_path: Path) -> None:
+    journal, page, trace = (tmp_path / name for name in ("j.jsonl", "r.html", "t.json"))
+    run(
+        "a=4/6",
+        "b=3/7",
+        "--hours",
+        "0.05",
+        "--journal",
+        str(journal),
+        "--replay",
+        str(page),
+        "--perfetto",
+        str(trace),
+    )
+    assert "coslice_journal" in journal.read_text().splitlines()[0]
+    assert "<svg" in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_scenario_file(tmp_path: Path) -> None:
+    step = [
+        {"seconds": 30.0, "group": "samplers", "name": "generate"},
+        {"seconds": 20.0, "group": "trainers", "name": "train"},
+    ]
+    scenario = {
+        "pools": [{"name": "samplers"}, {"name": "trainers", "gpus": 4}],
+        "jobs": [{"name": name, "loop": [step], "steps": 30} for name in ("a", "b")],
+        "cost": {"out_s": 1.0, "in_s": 1.0},
+    }
+    path, out = tmp_path / "scenario.json", tmp_path / "figures.json"
+    path.write_text(json.dumps(scenario))
+    run("--scenario", str(path), "--json", str(out))
+    told = json.loads(out.read_text())
+    assert set(told["groups"]) == {"samplers", "trainers"}
+    assert {job["steps"] for job in told["jobs"].values()} == {30}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((), "nothing to simulate"),
+        (("a=1/2", "--policy", "lifo"), "'lifo' is not a policy"),
+        (("a=1/2", "--compare", "fifo,lifo"), "'lifo' is not a policy"),
+        (("a=0/2",), "ON is above 0"),
+        (("a=x/2",), "NAME=ON/OFF"),
+        (("_a=1/2",), "NAME=ON/OFF"),
+        (("missing.log",), "cannot read missing.log"),
+        (("a=1/2", "--fault", "meteors=2"), "known are crashes"),
+        (("a=1/2", "--fault", "crashes=many"), "not a number"),
+        (("a=1/2", "--hours", "0"), "above 0"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: tuple[str, ...], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        CliRunner().invoke(
+            app,
+            ["simulate", "--", *arguments] if arguments[:1] == ("-a=1/2",) else ["simulate", *arguments],
+            catch_exceptions=False,
+        )
+
+
+def test_a_foreign_scenario_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "scenario.json"
+    path.write_text('{"pools": 3}')
+    with pytest.raises(ConfigError, match="not a scenario"):
+        run("--scenario", str(path))
+
+
+def test_the_bench_says_how_fast_and_with_how_many_processes(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ["--nodes", "2", "--jobs", "8", "--processes", "2", "--json", str(out)]
+    result = CliRunner().invoke(app, ["bench", "sim", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    told = json.loads(out.read_text())
+    assert told["processes"] == 2
+    assert told["jobs"] == 8
+    assert told["steps_per_s"] > 0
+    assert told["core_steps"] > 500
