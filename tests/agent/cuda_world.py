@@ -43,6 +43,11 @@ def libraries(factory: pytest.TempPathFactory) -> Path:
         pytest.skip(str(error))
 
 
+async def look_again() -> None:
+    """Logs, shared memory and processes of others tell nobody when they change."""
+    await asyncio.sleep(0.01)
+
+
 class Rank:
     """One process on the fake device."""
 
@@ -90,13 +95,18 @@ class Job:
 
 
 class CudaWorld:
-    def __init__(self, node: FakeNode, folder: Path) -> None:
-        self.node, self.folder = node, folder
+    def __init__(self, node: FakeNode | None, folder: Path) -> None:
+        self._node, self.folder = node, folder
         self.surveyor = Surveyor()
         self.ranks: list[Rank] = []
         self.members: list[Member] = []
         self.backends: list[cuda.CudaBackend] = []
         self.backend: cuda.CudaBackend
+
+    @property
+    def node(self) -> FakeNode:
+        assert self._node is not None
+        return self._node
 
     async def start(self, settings: Mapping[str, object] | None = None, **config: Any) -> cuda.CudaBackend:
         """A backend on the state of the last one, as after a restart of the agent."""
@@ -126,6 +136,25 @@ class CudaWorld:
     async def stop_backend(self) -> None:
         await self.backend.close()
         await self.store.close()
+
+    async def agent(self, ops: str, job: "Job") -> asyncio.subprocess.Process:
+        """Another agent on the same state, in a process that a test may kill."""
+        await self.stop_backend()
+        self.backends.clear()
+        script = Path(__file__).with_name("cuda_agent.py")
+        path = str(script.parents[1])
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, str(script), str(self.folder), ops, *map(str, job.pids)),
+            env={**self.node.environment(), "PYTHONPATH": path},
+            stdout=asyncio.subprocess.PIPE,
+        )
+
+    async def called(self, op: str, pid: int, times: int = 1) -> int:
+        """Until so many calls have begun; returns the pid of the last caller."""
+        async with asyncio.timeout(PATIENCE):
+            while len(calls := self.node.calls(f"begin-{op}", pid)) < times:
+                await look_again()
+        return calls[-1].caller
 
     async def rank(
         self, *flags: str, size: int = 4 * MIB, device: int = 0, env: dict[str, str] | None = None
@@ -177,10 +206,21 @@ class CudaWorld:
     def state(self, pid: int) -> str:
         return self.node.slots()[pid].state
 
+    async def until(self, pid: int, state: str) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while self.state(pid) != state:
+                await look_again()
+
+    @staticmethod
+    async def ended(pid: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while start_time(pid) is not None:
+                await look_again()
+
     async def until_working(self, pid: int) -> None:
         async with asyncio.timeout(PATIENCE):
-            while not self.node.slots()[pid].working:  # noqa: ASYNC110 (shared memory tells nobody)
-                await asyncio.sleep(0.01)
+            while not self.node.slots()[pid].working:
+                await look_again()
 
     async def stop(self) -> None:
         self.node.release()
@@ -188,11 +228,11 @@ class CudaWorld:
         self.node.heal()
         for rank in self.ranks:
             await rank.kill()
-        await self.backend.close()
+        if self.backends:
+            await self.stop_backend()
         await self.surveyor.close()
         for member in self.members:
             member.close()
-        await self.store.close()
 
 
 @asynccontextmanager

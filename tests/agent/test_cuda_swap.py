@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from agent.cuda_world import CONTEXT, MIB, PATIENCE, CudaWorld, cuda_world, libraries
+from agent.cuda_world import CONTEXT, MIB, PATIENCE, CudaWorld, cuda_world, libraries, look_again
 
 from coslice.agent.backends.base import MoveError
 
@@ -142,8 +142,8 @@ async def test_a_hanging_call_is_a_fault_and_the_other_job_goes_on(world: CudaWo
     assert await b.intact()
     world.node.release()
     async with asyncio.timeout(PATIENCE):
-        while world.backend.out_of_reach(a.pids[0]):  # noqa: ASYNC110 (a late answer tells nobody outside)
-            await asyncio.sleep(0.01)
+        while world.backend.out_of_reach(a.pids[0]):
+            await look_again()
     assert world.state(a.pids[0]) == "checkpointed"
     await world.backend.restore(a.members, op="5")
     assert await a.intact()

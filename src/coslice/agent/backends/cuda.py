@@ -80,6 +80,9 @@ class CudaBackend(ProcessBackend):
             if not alive:
                 await self._ledger.drop(entry.key)
                 continue
+            if self._wedged(alive):  # a call of the last instance: parked is what asks for a restore first
+                await self._ledger.step(entry, "parked")
+                continue
             moves = self._moves()
             states = await moves.states(alive)
             locked = [target for target in alive if states[target.pid] is State.LOCKED]

@@ -27,6 +27,8 @@ from coslice.agent.backends.cuda_calls import (
     Reply,
     Request,
     State,
+    guard_of,
+    is_locked,
 )
 from coslice.agent.privileged import Ended, run_program
 
@@ -54,13 +56,13 @@ class CheckpointProgram:
         self._hanging: dict[int, asyncio.Task[Ended]] = {}
 
     def hanging(self, pid: int) -> bool:
-        return pid in self._hanging
+        return pid in self._hanging or is_locked(guard_of(self._folder, pid))
 
     async def warm(self, calls: int) -> None:
         pass
 
     async def call(self, request: Request, *, deadline: float) -> Reply:
-        if self.hanging(request.pid):
+        if request.pid in self._hanging:
             raise CallHangs(
                 f"an earlier {self._program.name} for process {request.pid} still hangs", pid=request.pid
             )
@@ -93,7 +95,7 @@ class CheckpointProgram:
 
     def _guard(self, request: Request) -> int:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        guard = os.open(self._folder / str(request.pid), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        guard = os.open(guard_of(self._folder, request.pid), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -20,6 +20,8 @@ from coslice.agent.backends.cuda_calls import (
     Reply,
     Request,
     UsableError,
+    guard_of,
+    is_locked,
 )
 from coslice.agent.privileged import Helper, HelperGone
 
@@ -42,7 +44,7 @@ class HelperPool:
         self._closed = False
 
     def hanging(self, pid: int) -> bool:
-        return pid in self._hanging
+        return pid in self._hanging or is_locked(guard_of(self._folder, pid))
 
     @property
     def pids(self) -> frozenset[int]:
@@ -68,7 +70,7 @@ class HelperPool:
             )
         helper = self._idle.pop() if self._idle else await self._start()
         if request.action not in ("state", "tid"):
-            request = replace(request, guard=str(self._folder / str(request.pid)))
+            request = replace(request, guard=str(guard_of(self._folder, request.pid)))
         try:
             async with asyncio.timeout(deadline):
                 reply = self._decode(await helper.ask(self._encode(request)))
