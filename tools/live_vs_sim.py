@@ -230,20 +230,35 @@ def live(jobs: list[Any], *, policy: str, seconds: float, swap_s: float) -> list
                     process.wait()
 
 
-def costs(policy: str, *, state: bool) -> dict[str, float]:
+def costs(policy: str, *, state: bool, at_once: int) -> dict[str, float]:
     """What messages and a hand-over cost on this machine now beside the moves themselves, as mean seconds.
 
-    ``state``: of jobs with registered state, whose way out and in has a price even if it moves nothing.
+    Measured as they will be paid: ``at_once`` runs side by side, with phases of more than a second (a process
+    that slept is slower than one that did not). ``state``: of jobs with registered state, whose way out and in
+    has a price even if it moves nothing.
     """
     from coslice.simulate.spec import alternating
 
-    (alone,) = live([alternating("ping", 0.1, 0.1)], policy=policy, seconds=4, swap_s=0)
-    message_s = statistics.mean(alone["waits"][1:]) / 2
-    pair, swap_s = [alternating("ping", 0.2, 0.0), alternating("pong", 0.2, 0.0)], 0.02 if state else 0.0
-    told = live(pair, policy=policy, seconds=8, swap_s=swap_s)
-    spans = sorted(tuple(span) for one in told for span in one["spans"])[2:]
-    gap = statistics.mean(later[0] - earlier[1] for earlier, later in itertools.pairwise(spans))
-    return {"message_s": message_s, "handoff_s": max(0.0, gap - swap_s - 2 * message_s)}
+    def side_by_side(jobs: list[Any], seconds: float, swap_s: float) -> list[list[dict[str, Any]]]:
+        with ThreadPoolExecutor(at_once) as pool:
+            runs = [
+                pool.submit(live, jobs, policy=policy, seconds=seconds, swap_s=swap_s) for _ in range(at_once)
+            ]
+            return [run.result() for run in runs]
+
+    waits = [
+        wait
+        for (alone,) in side_by_side([alternating("ping", 1.0, 1.0)], 20.0, 0.0)
+        for wait in alone["waits"][1:]
+    ]
+    message_s = statistics.mean(waits) / 2
+    pair, swap_s = [alternating("ping", 1.5, 0.0), alternating("pong", 1.5, 0.0)], 0.02 if state else 0.0
+    gaps: list[float] = []
+    for told in side_by_side(pair, 30.0, swap_s):
+        spans = sorted(tuple(span) for one in told for span in one["spans"])[2:]
+        gaps += [later[0] - earlier[1] for earlier, later in itertools.pairwise(spans)]
+    handoff_s = max(0.0, statistics.mean(gaps) - swap_s - 2 * message_s)
+    return {"message_s": message_s, "handoff_s": handoff_s}
 
 
 # ── both, and the difference ───────────────────────────────────────────────
@@ -336,7 +351,7 @@ def main() -> None:
     pairs = [list(pair) for pair in itertools.combinations(jobs, 2)]
     if options.pairs and options.pairs < len(pairs):
         pairs = random.Random(options.seed).sample(pairs, options.pairs)
-    cost = costs(options.policy, state=options.swap_s > 0)
+    cost = costs(options.policy, state=options.swap_s > 0, at_once=options.at_once)
     words = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in cost.items())
     print(f"{len(pairs)} pairs; {words}", file=sys.stderr)
     results: list[dict[str, Any]] = []
