@@ -216,14 +216,14 @@ class Cluster:
     def until_waiting(self, *jobs: str, group: str = "pool") -> None:
         self.until(group, lambda status: [waiter.job for waiter in status.waiters] == list(jobs))
 
-    def until_back(self, job: str, group: str = "pool") -> None:
-        """The job's client has a stream again: what it asked before a restart it has asked again."""
+    def until_back(self, job: str, group: str = "pool", *, times: int = 1) -> None:
+        """The job's client has a stream again: what it asked before it has asked again, so many times."""
         deadline = time.monotonic() + BOUND
         with grpc.insecure_channel(self.address) as channel:
             stub = rpc.OrchestratorStub(channel)
             while True:
-                story = stub.Explain(pb.ExplainRequest(group=group, job=job, last=20), timeout=BOUND)
-                if any(f"{job} asked again" in line for line in story.lines):
+                story = stub.Explain(pb.ExplainRequest(group=group, job=job, last=50), timeout=BOUND)
+                if sum(f"{job} asked again" in line for line in story.lines) >= times:
                     return
                 assert time.monotonic() < deadline, story
                 time.sleep(0.02)  # the story is not pushed

@@ -176,6 +176,7 @@ def figures(soak: Soak, said: verdict.Verdict, *, minutes: float, seed: int) -> 
         "grants": said.grants,
         "steps": sum(steps for steps, _ in said.finals.values()),
         "faults": dict(sorted(Counter(fault.kind for fault in soak.faults).items())),
+        "given_up_while_stopped": said.given_up,
         "lost_states": len(lost),
         "double_grants": len(said.double_grants),
         "longest_wait_s": round(longest.seconds, 2) if longest else 0.0,
@@ -207,6 +208,8 @@ def main() -> int:
             cluster.populate(groups=options.groups, jobs=options.jobs, rows=ROWS)
             soak = Soak(cluster, seed)
             soak.run(options.minutes)
+        with (folder / "faults.jsonl").open("w") as file:
+            file.writelines(json.dumps(vars(fault)) + "\n" for fault in soak.faults)
         said = verdict.judge(folder, cluster.groups, soak.faults)
         say("computing the undisturbed runs")
         found = figures(soak, said, minutes=options.minutes, seed=seed)

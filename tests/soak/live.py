@@ -21,7 +21,7 @@ from soak import trouble
 from soak.job import Spec, live
 
 MIB = 1 << 20
-DEVICE = 96 * MIB
+DEVICE = 128 * MIB
 HOST = 512 * MIB
 SERVE = Path(__file__).parents[1] / "faults" / "serve.py"
 LIBC = ctypes.CDLL(None)

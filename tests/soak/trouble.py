@@ -25,6 +25,8 @@ TURN = 6.0
 
 _NOTICED = 2 * KEEPALIVE + SESSION_GRACE
 _EVICTED = (1 + RETRIES) * (MOVE_TIMEOUT + SECTION_WAIT) + STUCK_GRACE
+GIVEN_UP = _EVICTED + START
+"""So long after a job was stopped its agent may still give it up for what it did not answer in that time."""
 _BACK = START + SESSION_GRACE + 2 * RECONNECT
 
 

@@ -5,9 +5,10 @@ lock, see ``job``); an epoch granted to two processes; work begun under an epoch
 has begun. A process that is stopped inside its section has lost the lease after a while, but its state is on
 the device: whoever is granted before it is gone would be a double grant too. Nothing is excused.
 
-*Lost states*: a grant under which a living process finds other state than it had, or none; a job that cannot
-come back although its process lives; a process that ended and was neither killed by the soak, nor stopped by
-it for so long that its agent ended it; a last state that differs from the undisturbed run's.
+*Lost states*: a grant under which a living process finds other state than it had, or none; a job that is
+given up (``JobFaulted``) although its process lives and was not stopped in that time; a process that ended and
+was neither killed by the soak, nor stopped by it for so long that its agent ended it; a last state that is not
+that of the undisturbed run's.
 
 *The bound of a wait*: its queue's turns, and for each fault that concerned the group in that time what that
 kind may cost (``trouble``). The time in which the waiter itself was stopped is not waiting.
@@ -53,6 +54,8 @@ class Verdict:
     waits: list[Wait] = field(default_factory=list)
     finals: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Of each job: its steps and the digest of its state."""
+    given_up: int = 0
+    """Jobs that did not answer their agent because they were stopped, and began again from a checkpoint."""
     said: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -98,6 +101,8 @@ def judge(folder: Path, groups: dict[str, str], faults: list[Fault]) -> Verdict:
                     f"{job} (pid {pid}) was inside epoch {said['epoch']} of {group} together with "
                     f"{said['other'].strip()}"
                 )
+            elif what == "faulted" and _was_stopped(job, at, faults):
+                verdict.given_up += 1
             elif what in ("wrong_state", "faulted", "broke"):
                 verdict.lost_states.append(f"{job} (pid {pid}): {what}: {said.get('why', said)}")
             elif what == "final":
@@ -116,6 +121,16 @@ def _fenced(group: str, granted: list[Grant], begun: list[Grant], verdict: Verdi
     for one, other in pairwise(sorted(begun, key=lambda begin: begin.at)):
         if other.epoch < one.epoch:
             verdict.double_grants.append(f"stale work in {group}: {other} began after {one}")
+
+
+def _was_stopped(job: str, at: float, faults: list[Fault]) -> bool:
+    """Was it, so shortly before that a move which it did not answer then may be what gave it up?"""
+    return any(
+        fault.target == job
+        and "stopped" in fault.kind
+        and fault.begun <= at <= (fault.ended or at) + trouble.GIVEN_UP
+        for fault in faults
+    )
 
 
 def _wait(job: str, group: str, asked: float, granted: float, queue: int, faults: list[Fault]) -> Wait:
