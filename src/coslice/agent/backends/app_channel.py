@@ -43,8 +43,10 @@ class AppChannelBackend(Defaults):
         section_wait: float = 30.0,
         move_timeout: float = 120.0,
         settle: float = 0.5,
+        overlap: bool = True,
     ) -> None:
-        self._buffers = buffers
+        """``overlap``: while one job's state leaves, the next one's may come."""
+        self._buffers, self._overlap = buffers, overlap
         self._section_wait, self._timeout, self._settle = section_wait, move_timeout, settle
 
     def deadline(self, size: int) -> float:
@@ -70,7 +72,7 @@ class AppChannelBackend(Defaults):
     ) -> Snapshotted:
         leaving = [member for member in members if not member.parked]
         orders = [pb.MoveOut(mode="offload", at_least_bytes=share) for share in _shares(leaving, least)]
-        return await self._snapshot(members, leaving, orders, op, ahead)
+        return await self._snapshot(members, leaving, orders, op, ahead if self._overlap else None)
 
     async def _snapshot(
         self,
@@ -209,15 +211,18 @@ class AppChannelBackend(Defaults):
 
 
 def make(node: NodeContext, settings: Mapping[str, object]) -> AppChannelBackend:
-    """The entry point. It has no settings of its own: its times are the agent's."""
-    if settings:
-        raise ConfigError(f"backend app_channel has no settings: leave out {', '.join(settings)}")
+    """The entry point. One setting of its own, ``overlap=no``; its times are the agent's."""
+    if unknown := settings.keys() - {"overlap"}:
+        raise ConfigError(f"backend app_channel has no setting {', '.join(sorted(unknown))}: it has overlap")
+    if (overlap := str(settings.get("overlap", "yes"))) not in ("yes", "no"):
+        raise ConfigError(f"backend app_channel: overlap is {overlap!r}: yes or no")
     config = node.config
     return AppChannelBackend(
         node.buffers,
         section_wait=config.section_wait,
         move_timeout=config.move_timeout,
         settle=config.settle,
+        overlap=overlap == "yes",
     )
 
 
