@@ -14,6 +14,11 @@ TOLD = 64
 _MOST_TOLD = 1000
 
 
+def _budget(units: int) -> float:
+    """Seconds, by default: what people wait for without wondering; a thousand jobs within one."""
+    return 2.0 if units <= 300 else 0.65 if units <= 1200 else units / 1000
+
+
 class Grouping:
     """Groups, and why other pairs are none."""
 
@@ -29,7 +34,7 @@ class Grouping:
     ) -> None:
         self.table, self.units, self.cluster, self.max_jobs = table, table.units, cluster, max_jobs
         self.share, self.seed, self.began = share, seed, began
-        self.budget = budget if budget is not None else 0.25 + len(self.units) / 2500
+        self.budget = budget if budget is not None else _budget(len(self.units))
         names = {name: number for number, name in enumerate(dict.fromkeys(unit.job for unit in self.units))}
         self.jobs = [names[unit.job] for unit in self.units]
         self.failed: dict[Members, tuple[float, ...]] = {}

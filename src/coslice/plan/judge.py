@@ -15,10 +15,13 @@ _GOLDEN = 0.6180339887498949
 _CHUNK = 4096
 _STEP = 1.5
 """Groups whose turns differ by up to 2 to this power are played together."""
-_ROUNDS, _STARTS, _MOST = 40.0, 4, 4000
-_MANY = 128
-_MANY_ROUNDS, _MANY_STARTS, _MANY_MOST = 24.0, 3, 300
-"""How every group of a plan is judged in the end: of few units, and of more than ``_MANY``."""
+_LENGTHS = (
+    (16, 200.0, 2, 4000),
+    (128, 60.0, 2, 1200),
+    (1 << 62, 24.0, 3, 300),
+)
+"""How every group of a plan is judged in the end: up to so many units in all, rounds, starts, and most turns.
+Few units are played as long as ``coslice simulate`` lasts by default."""
 MARGIN = 1.0
 """Slowdowns are compared with bound × this."""
 
@@ -44,12 +47,8 @@ def judge_fully(table: Table, groups: Sequence[Sequence[int]]) -> Verdicts:
     known = table.judged
     new = [group for group in dict.fromkeys(map(tuple, groups)) if group not in known]
     if new:
-        many = len(table.units) > _MANY
-        seen = (
-            judge(table, new, rounds=_MANY_ROUNDS, starts=_MANY_STARTS, most=_MANY_MOST)
-            if many
-            else judge(table, new, rounds=_ROUNDS, starts=_STARTS, most=_MOST)
-        )
+        _, rounds, starts, most = next(length for length in _LENGTHS if len(table.units) <= length[0])
+        seen = judge(table, new, rounds=rounds, starts=starts, most=most)
         for row, group in enumerate(new):
             known[group] = (seen, row)
     found = Verdicts(len(groups), max(map(len, groups)))

@@ -12,7 +12,7 @@ from msgspec import Struct
 from coslice.plan.units import Unit
 from coslice.profile.cycle import Batches
 
-WARMUP = 0.2
+WARMUP = 0.1
 """Share of the turns before figures are taken."""
 
 

@@ -23,7 +23,8 @@ SPAN = 96
 _ROUNDS, _STARTS, _MOST = 10.0, 1, 64
 _LOAD = 1.02
 """As in ``exact``: a little above the work bound the prediction decides."""
-_TRIES = 256
+_TRIES, _LOOKS, _PATIENCE = 300, 24, 12
+"""Moves that are tried at once; groups looked at for one unit; rounds without success before it ends."""
 
 Members = tuple[int, ...]
 Allowed = Callable[[Members], bool]
@@ -266,10 +267,11 @@ def _local(
     deadline: float,
     rng: random.Random,
 ) -> None:
-    """Move a unit to another group, or exchange two, where that is worth more; many tries at a time."""
+    """Change a few groups where that is worth more; many tries at a time."""
+    load = table.duty / table.bound
     idle = 0
-    while len(found.groups) > 1 and idle < 8 and time.monotonic() < deadline:
-        tries = [move for _ in range(_TRIES) if (move := _move(found.groups, may, max_jobs, rng)) is not None]
+    while len(found.groups) > 1 and idle < _PATIENCE and time.monotonic() < deadline:
+        tries = _tries(found.groups, load, may, max_jobs, rng)
         wanted = list(
             dict.fromkeys(group for _, after in tries for group in after if group not in found.held)
         )
@@ -281,34 +283,70 @@ def _local(
         def worth(groups: Sequence[Members]) -> float:
             return sum(found.held[group] - price * _weight(table, group) for group in groups)
 
-        gains = sorted(
-            ((worth(after) - worth(before), before, after) for before, after in tries),
-            key=lambda gain: -gain[0],
-        )
+        gains = [(worth(after) - worth(before), before, after) for before, after in tries]
+        gains.sort(key=lambda gain: -gain[0])
         touched: set[Members] = set()
+        added: list[Members] = []
         for gain, before, after in gains:
-            if gain <= 1e-9 or touched & set(before):
-                continue
-            touched |= set(before)
-            found.groups = [group for group in found.groups if group not in before] + list(after)
-            found.moves += 1
+            if gain > 1e-9 and not touched & set(before):
+                touched |= set(before)
+                added += after
+                found.moves += 1
+        found.groups = [group for group in found.groups if group not in touched] + added
         idle = 0 if touched else idle + 1
 
 
-def _move(
-    groups: list[Members], may: Allowed, max_jobs: int, rng: random.Random
-) -> tuple[tuple[Members, ...], tuple[Members, ...]] | None:
-    one, other = rng.sample(groups, 2)
+Move = tuple[tuple[Members, ...], tuple[Members, ...]]
+"""Groups that go, and those that come in their place."""
+
+
+def _tries(
+    groups: list[Members], load: Floats, may: Allowed, max_jobs: int, rng: random.Random
+) -> list[Move]:
+    total = {group: float(sum(load[unit] for unit in group)) for group in groups}
+    roomy = [group for group in groups if total[group] < _LOAD]
+    moves: list[Move] = []
+    for number in range(_TRIES):
+        kind = number % 3
+        move = (
+            _dissolve(rng.choice(groups), roomy, total, load, rng)
+            if kind == 0
+            else _exchange(*rng.sample(groups, 2), both=kind == 1, rng=rng)
+        )
+        if move is not None and all(
+            len(group) <= max_jobs and sum(load[unit] for unit in group) <= _LOAD and may(group)
+            for group in move[1]
+        ):
+            moves.append(move)
+    return moves
+
+
+def _dissolve(
+    group: Members, roomy: Sequence[Members], total: dict[Members, float], load: Floats, rng: random.Random
+) -> Move | None:
+    """Every member into another group that has room for it; so one group less is needed."""
+    grown: dict[Members, Members] = {}
+    for unit in group:
+        fitting = [
+            other
+            for other in rng.sample(roomy, min(_LOOKS, len(roomy)))
+            if other != group and other not in grown and total[other] + load[unit] <= _LOAD
+        ]
+        if not fitting:
+            return None
+        home = max(fitting, key=lambda other: total[other])
+        grown[home] = _join(home, (unit,))
+    return (group, *grown), tuple(grown.values())
+
+
+def _exchange(one: Members, other: Members, *, both: bool, rng: random.Random) -> Move:
+    """A unit of one group for one of the other; or it just moves over."""
     unit, rest = _take(one, rng)
-    if rng.random() < 0.5:
+    if not both:
         grown = _join(other, (unit,))
-        after = (rest, grown) if rest else (grown,)
-    else:
-        partner, remains = _take(other, rng)
-        after = (_join(rest, (partner,)), _join(remains, (unit,)))
-    if any(len(group) > max_jobs or not may(group) for group in after):
-        return None
-    return (one, other), after
+        return (one, other), ((rest, grown) if rest else (grown,))
+    partner, remains = _take(other, rng)
+    return (one, other), (_join(rest, (partner,)), _join(remains, (unit,)))
 
 
 def _join(one: Members, other: Members) -> Members:
