@@ -37,7 +37,7 @@ def mode(path: Path) -> int | None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"listen": "0.0.0.0:9001"}, "not authenticated"),
+        ({"listen": "0.0.0.0:9001"}, "--token-secret"),
         ({"listen": "9001"}, "host:port"),
         ({"orchestrator": "somewhere"}, "host:port"),
         ({"runtime_dir": "/" + "x" * 120}, "at most 107 bytes"),

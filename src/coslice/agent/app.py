@@ -230,6 +230,7 @@ class AgentApp:
             direct=direct,
             buffers=buffers,
             identity=self._identity,
+            hello_timeout=self.config.hello_timeout,
             occupancy=self._occupancy,
         )
         secret, tls = self.config.token_secret, self.config.tls

@@ -59,6 +59,12 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     settle: float = 0.5
     """How long memory may take to be seen as free after a workload said so, in seconds."""
     sample_interval: float = 0.05
+    max_jobs: int = 64
+    """Jobs with registered processes on this node."""
+    max_members: int = 1024
+    """Registered processes on this node, all jobs together."""
+    hello_timeout: float = 10.0
+    """How long a channel may be open before it says who it is, in seconds."""
     backend: str = "app_channel"
     """What moves the state of jobs that say nothing themselves."""
     backends: dict[str, dict[str, str]] = {}

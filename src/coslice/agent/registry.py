@@ -76,6 +76,7 @@ class Registry:
         if known is not None:
             await self._again(known, message, channel)
         else:
+            self._check_limits(group, job)
             self._check_incarnation(group, job, incarnation)
             member = self._new(message, incarnation)
             try:
@@ -177,6 +178,22 @@ class Registry:
         identified.CopyFrom(message)
         identified.pid = ticket.pid
         return identified
+
+    def _check_limits(self, group: GroupId, job: JobId) -> None:
+        members = list(self._members)
+        jobs = {(member.group, member.job) for member in members}
+        config = self._config
+        for there, limit, name in (
+            (len(members), config.max_members, "max_members"),
+            (len(jobs | {(group, job)}) - 1, config.max_jobs, "max_jobs"),
+        ):
+            if there >= limit:
+                raise RegistrationRefused(
+                    pb.LIMIT,
+                    f"node {config.node} has {there} registered "
+                    f"{'processes' if name == 'max_members' else 'jobs'}, the limit ({name}): end one first, "
+                    "or raise the limit of the agent",
+                )
 
     def _check_device(self, message: pb.Register) -> None:
         device = message.device or "host"

@@ -39,12 +39,14 @@ class AgentService(rpc.AgentServicer):
         buffers: HostBuffers,
         identity: StatusOf,
         occupancy: Occupancy,
+        hello_timeout: float = 10.0,
     ) -> None:
         """``identity``: a node status with the fields that only the app knows (names, the link)."""
         self._registry, self._members, self._groups = registry, members, groups
         self._direct, self._buffers, self._identity = direct, buffers, identity
         self._occupancy = occupancy
         self._channels: set[OpenChannel] = set()
+        self._hello_timeout = hello_timeout
 
     def close(self) -> None:
         """End all channels; their processes come back to the next agent."""
@@ -73,8 +75,11 @@ class AgentService(rpc.AgentServicer):
     async def _serve(self, messages: AsyncIterator[pb.WorkloadMessage], channel: OpenChannel) -> None:
         """One channel's incoming side. Registration may itself need answers, so reading goes on during it."""
         registering: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        silence = loop.call_later(self._hello_timeout, self._silent, channel)
         try:
             async for message in messages:
+                silence.cancel()
                 if registering is None:
                     registering = asyncio.create_task(self._register(message, channel))
                 elif channel.member is not None:
@@ -82,9 +87,14 @@ class AgentService(rpc.AgentServicer):
         except grpc.aio.AioRpcError as error:
             log.debug("a workload channel broke: %s", error.details())
         finally:
+            silence.cancel()
             if registering is not None:
                 registering.cancel()
             channel.end()
+
+    def _silent(self, channel: OpenChannel) -> None:
+        text = f"a channel begins with a registration, within {self._hello_timeout:g} s"
+        self._refuse(channel, pb.INVALID, text)
 
     async def _register(self, message: pb.WorkloadMessage, channel: OpenChannel) -> None:
         try:

@@ -74,7 +74,11 @@ class Agents:
 
     async def join(self, link: Link, hello: pb.AgentHello) -> None:
         """The node joins the groups it offers and hears what it has yet to do there."""
-        offers = [offer for offer in hello.groups if self._groups.accepts(offer.group, link.node)]
+        offers: list[pb.GroupOffer] = []
+        for offer in hello.groups:
+            fresh = sum(1 for one in offers if self._groups.get(one.group) is None)
+            if self._groups.accepts(offer.group, link.node, beside=fresh):
+                offers.append(offer)
         unknown = [offer.group for offer in hello.groups if offer not in offers]
         if unknown:
             log.warning("node %s offers groups that are not open to it: %s", link.node, ", ".join(unknown))

@@ -141,6 +141,12 @@ class OrchestratorApp:
 
         def note(session: Session, said: pb.Note) -> None:
             who = session.who
+            allowed, left_out = session.notes.take(clock.now(), config.notes_per_s, config.notes_at_once)
+            if not allowed:
+                return
+            if left_out:
+                log.warning("job %s: %d notes left out, too many at once", who.job, left_out)
+                journal.line({"t": clock.now(), "notes_left_out": {"job": who.job, "count": left_out}})
             text, name = said.text[:MAX_TEXT], said.name[:MAX_TEXT]
             journal.note(
                 clock.now(),
@@ -152,7 +158,7 @@ class OrchestratorApp:
                 text=text,
             )
 
-        verbs = Verbs(groups=groups, clock=clock, note=note)
+        verbs = Verbs(groups=groups, clock=clock, note=note, max_requests=config.max_requests)
         upstream = UpstreamService(
             groups=groups, sessions=sessions, verbs=verbs, clock=clock, instance=self.instance
         )

@@ -62,6 +62,15 @@ class OrchestratorConfig(Struct, frozen=True, kw_only=True):
     node_loss: float = 60.0
     hello_timeout: float = 5.0
     max_sessions: int = 10_000
+    max_waiters: int = 10_000
+    """Requests that wait, in each group."""
+    max_groups: int = 1_000
+    """With those that agents create."""
+    max_requests: int = 256
+    """Of one session, asked and not yet confirmed."""
+    notes_per_s: float = 100.0
+    """Of one session, on average; more are left out of the journal, which says how many."""
+    notes_at_once: int = 2_000
     max_message_bytes: int = 4 << 20
     keepalive: float = 10.0
     """How often idle streams are pinged, by either side."""
@@ -77,6 +86,7 @@ def rules(config: OrchestratorConfig) -> GroupRules:
         max_hold=config.max_hold,
         on_overrun=config.on_overrun,
         node_loss=config.node_loss,
+        max_waiters=config.max_waiters,
     )
 
 
@@ -110,6 +120,9 @@ def check(config: OrchestratorConfig) -> None:
     ):
         if not getattr(config, name) > 0:
             raise ConfigError(f"{name} is {getattr(config, name)}: give a number of seconds above 0")
+    for name in ("max_sessions", "max_waiters", "max_groups", "max_requests", "notes_at_once"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} is {getattr(config, name)}: a limit is at least 1")
     _check_listen(config)
 
 

@@ -115,11 +115,14 @@ class Groups:
             if config.id not in self._locks:
                 self._open(config, None)
 
-    def accepts(self, name: str, node: NodeId) -> bool:
-        """May this node serve that group? Nodes named in the configuration are the only ones."""
+    def accepts(self, name: str, node: NodeId, *, beside: int = 0) -> bool:
+        """May this node serve that group, when ``beside`` others are about to be opened? Nodes named in the
+        configuration are the only ones.
+        """
         config = self._configured.get(name)
         if config is None:
-            return name in self._locks or self._config.open_groups
+            room = len(self._locks) + beside < self._config.max_groups
+            return name in self._locks or (self._config.open_groups and room)
         return config.nodes is None or node in config.nodes
 
     def open(self, name: str) -> GroupLock:

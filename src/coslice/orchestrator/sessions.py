@@ -6,6 +6,7 @@ Locks are the core's business.
 """
 
 import asyncio
+import math
 from collections.abc import Iterable
 from typing import assert_never
 
@@ -45,6 +46,25 @@ class Asked:
         self.answer: pb.ServerMessage | None = None
 
 
+class Allowance:
+    """So many at once, and so many a second on average: the rest is left out, and counted."""
+
+    def __init__(self) -> None:
+        self._level, self._at = 0.0, -math.inf
+        self._left_out = 0
+
+    def take(self, now: float, per_s: float, at_once: int) -> tuple[bool, int]:
+        """May one more pass? With the number that was left out before it."""
+        drained = (now - self._at) * per_s
+        self._level, self._at = max(0.0, self._level - drained), now
+        if self._level + 1 > at_once:
+            self._left_out += 1
+            return False, 0
+        self._level += 1
+        left_out, self._left_out = self._left_out, 0
+        return True, left_out
+
+
 class Session:
     """One client process, over all its reconnects."""
 
@@ -56,6 +76,7 @@ class Session:
         self.locks: dict[GroupId, GroupLock] = {}
         """Groups that have heard of this session."""
         self.forget: asyncio.TimerHandle | None = None
+        self.notes = Allowance()
 
     def send(self, message: pb.ServerMessage) -> None:
         if self.outbox is not None:

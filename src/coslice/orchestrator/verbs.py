@@ -24,8 +24,9 @@ NoteSink = Callable[[Session, pb.Note], None]
 
 
 class Verbs:
-    def __init__(self, *, groups: Groups, clock: Clock, note: NoteSink) -> None:
+    def __init__(self, *, groups: Groups, clock: Clock, note: NoteSink, max_requests: int = 256) -> None:
         self._groups, self._clock, self._note = groups, clock, note
+        self._max_requests = max_requests
 
     async def handle(self, session: Session, message: pb.ClientMessage) -> None:
         """Apply one message. Malformed content is refused by its request id; nothing is raised for it."""
@@ -56,6 +57,13 @@ class Verbs:
         request = convert.scoped(session.who.session, message.request)
         locks = self._known(session, message.request, message.groups)
         if not locks or self._out_of_order(session, request, locks):
+            return
+        if request not in session.asked and len(session.asked) >= self._max_requests:
+            text = (
+                f"this session has {self._max_requests} requests under way, the limit (max_requests): "
+                "confirm or abandon some first"
+            )
+            session.send(convert.refused(message.request, pb.LIMIT, text, limit=str(self._max_requests)))
             return
         asked = session.asked.setdefault(request, Asked(request, locks))
         if asked.locks != locks:
