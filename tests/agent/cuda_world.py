@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent.process_world import lone_member, node_context
 
 from coslice.agent.backends import cuda
-from coslice.agent.backends.base import NodeContext
-from coslice.agent.buffers import HostBuffers
-from coslice.agent.config import AgentConfig
 from coslice.agent.discovery.surveyor import Surveyor
-from coslice.agent.host import AnonymousMemory
-from coslice.agent.members import Member, member_id
+from coslice.agent.members import Member
 from coslice.agent.processes import start_time
-from coslice.core.ids import GroupId, Incarnation, JobId, NodeId
 from coslice.store import make_store
 from coslice.testing import gpu_job
 from coslice.testing.fake_cuda import CannotBuild, FakeNode, build
@@ -112,21 +108,9 @@ class CudaWorld:
         """A backend on the state of the last one, as after a restart of the agent."""
         if self.backends:
             await self.stop_backend()
-        values: dict[str, Any] = {
-            "node": NodeId("node-0"),
-            "state_dir": str(self.folder / "state"),
-            "runtime_dir": str(self.folder / "run"),
-            "host_budget": 1 << 40,
-            "move_timeout": 20.0,
-        }
         self.store = make_store(self.folder / "agent.sqlite", flush=False)
-        context = NodeContext(
-            config=AgentConfig(**{**values, **config}),
-            buffers=HostBuffers(1 << 40),
-            surveyor=self.surveyor,
-            store=self.store,
-            found=await self.store.load(),
-        )
+        found = await self.store.load()
+        context = node_context(self.folder, self.store, found, surveyor=self.surveyor, **config)
         chosen = {"margin": 0, "calls": "bindings", "lock_timeout": 10, **(settings or {})}
         self.backend = cuda.make(context, chosen)
         self.backends.append(self.backend)
@@ -186,20 +170,7 @@ class CudaWorld:
         return Job([self.member(name, rank.pid) for rank in started], started)
 
     def member(self, job: str, pid: int) -> Member:
-        started = start_time(pid)
-        assert started is not None
-        incarnation = Incarnation(f"{job}-1")
-        member = Member(
-            id=member_id(JobId(job), incarnation, pid, started),
-            job=JobId(job),
-            incarnation=incarnation,
-            group=GroupId("train"),
-            pid=pid,
-            started=started,
-            memory=AnonymousMemory(pid),
-            device="cuda",
-            backend="cuda",
-        )
+        member = lone_member(job, pid, backend="cuda")
         self.members.append(member)
         return member
 
