@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo and the tests need one framework build; any torch >= 2.6 works for your own jobs.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test test-chromium test-jax test-trl check bench mutants protos docs clean
+.PHONY: demo test test-faults test-chromium test-jax test-trl check bench soak storms mutants protos docs clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,7 +17,10 @@ demo: $(VENV)/.installed          ## run the main job: two RL jobs alone, then s
 	$(BIN)/coslice demo
 
 test: $(VENV)/.installed          ## all tests: core, fakes, real processes
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax and not trl' tests
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax and not trl and not faults' tests
+
+test-faults: $(VENV)/.installed   ## long campaigns of kills at random instants, with a short soak
+	$(BIN)/pytest -m faults tests/faults tests/soak
 
 test-chromium: $(VENV)/.installed ## the replay page in a real browser (needs chromium and chromedriver)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[chromium]'
@@ -41,6 +44,13 @@ bench: $(VENV)/.installed         ## latencies, as ratios to an echo of the same
 	$(BIN)/coslice bench handoff --nodes 1
 	$(BIN)/coslice bench handoff --nodes 8
 	$(BIN)/coslice bench driver
+
+MINUTES ?= 10
+soak: $(VENV)/.installed          ## a live cluster under random kills and stops for MINUTES, judged by witnesses
+	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES)
+
+storms: $(VENV)/.installed        ## restart with five waiters, a hung agent among 50 groups, 10,000 cancels
+	$(BIN)/python tools/storms.py --json build/storms.json
 
 mutants: $(VENV)/.installed       ## put nine classic defects back: chaos or exploration alone must find each
 	$(BIN)/python tools/mutants.py

@@ -28,6 +28,7 @@ class Proxy:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._links: set[_Link] = set()
+        self._serving: set[asyncio.Task[Any]] = set()
         self._delay, self._refusing = 0.0, False
         self._open: asyncio.Event
         self._server: asyncio.Server
@@ -68,6 +69,9 @@ class Proxy:
         return f"{host}:{port}"
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if (task := asyncio.current_task()) is not None:
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
         if self._refusing:
             writer.transport.abort()
             return
@@ -118,6 +122,7 @@ class Proxy:
         self._server.close()
         await self._hold(False)
         await self._drop()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
 
 class _Link:

@@ -6,9 +6,9 @@ has begun. A process that is stopped inside its section has lost the lease after
 the device: whoever is granted before it is gone would be a double grant too. Nothing is excused.
 
 *Lost states*: a grant under which a living process finds other state than it had, or none; a job that is
-given up (``JobFaulted``) although its process lives and was not stopped in that time; a process that ended and
-was neither killed by the soak, nor stopped by it for so long that its agent ended it; a last state that is not
-that of the undisturbed run's.
+given up (``JobFaulted``) although its process lives and was not stopped in that time; a process that ended
+but was neither killed by the soak, nor stopped by it for so long that its agent ended it; a last state that
+is not that of the undisturbed run.
 
 *The bound of a wait*: its queue's turns, and for each fault that concerned the group in that time what that
 kind may cost (``trouble``). The time in which the waiter itself was stopped is not waiting.
