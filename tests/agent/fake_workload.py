@@ -5,7 +5,7 @@ memory file and unmaps it; on MoveIn it maps it anew, copies it back and checks 
 is chosen with ``--lie`` (says Moved, frees nothing), ``--hang`` (never answers), ``--busy N`` (BUSY for
 the first N moves), ``--die`` (exits on the first MoveOut), ``--slow S`` (answers MoveOut after S
 seconds), ``--refuse-back`` (MoveIn fails). Commands arrive as lines on stdin: ``grow N``, ``use N``
-(anonymous memory that is not state), ``drop``, ``reconnect``. Facts go out as JSON lines on stdout.
+(anonymous memory that is not state), ``drop``, ``reconnect``, ``check``, ``busy N``. Facts go out as JSON lines on stdout.
 """
 
 import argparse
@@ -166,10 +166,14 @@ class Workload:
             with mmap.mmap(self.fd, self.size) as shared:
                 copy(shared, memory)
             self.state = memory
-        page = bytes((self.seed + i) % 251 for i in range(4096))
-        intact = all(self.state[at : at + 4096] == page for at in range(0, self.size, 4096))
-        say(event="moved_in", intact=intact)
+        say(event="moved_in", intact=self.intact())
         self.answer(moved=pb.Moved(op=move.op, bytes=self.size, seconds=0.001))
+
+    def intact(self) -> bool:
+        if self.state is None:
+            return False
+        page = bytes((self.seed + i) % 251 for i in range(4096))
+        return all(self.state[at : at + 4096] == page for at in range(0, self.size, 4096))
 
     def answer(self, *, moved: pb.Moved | None = None, failed: pb.MoveFailed | None = None) -> None:
         self.outgoing.put(pb.WorkloadMessage(moved=moved, move_failed=failed))
@@ -196,6 +200,10 @@ class Workload:
             word, _, rest = line.strip().partition(" ")
             if word == "use":
                 self.extra.append(fill(int(rest), 7))
+            elif word == "check":
+                say(event="checked", intact=self.intact())
+            elif word == "busy":
+                self.busy = int(rest)
             elif word == "drop":
                 self.extra.clear()
             elif word == "grow":

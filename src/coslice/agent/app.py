@@ -80,6 +80,7 @@ class AgentApp:
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
         self.members = Members()
+        self.backends: Backends
         self.groups: dict[GroupId, ServedGroup] = {}
         self.instance = uuid.uuid4().hex
         self._clock = LoopClock()
@@ -145,7 +146,7 @@ class AgentApp:
         exits.callback(buffers.close)
         exits.push_async_callback(self._surveyor.close)
         node = NodeContext(config=config, buffers=buffers, surveyor=self._surveyor, store=store, found=found)
-        backend = Backends(node, default=config.backend, settings=config.backends)
+        backend = self.backends = Backends(node, default=config.backend, settings=config.backends)
         exits.push_async_callback(backend.close)
         await backend.start()
         self._baseline_slot = Slot(
