@@ -74,6 +74,8 @@ def job() -> None:
     burner = Burner()  # before there are threads
     client = coslice.connect()
     registered = not plan["swap_s"]
+    client.acquire()  # dials, and loads what a first call loads: not in the figures
+    client.yield_()
     print(json.dumps({"ready": True}), flush=True)
     begin = float(json.loads(sys.stdin.readline())["begin"])
     until = begin + plan["seconds"]
@@ -233,9 +235,9 @@ def live(jobs: list[Any], *, policy: str, seconds: float, swap_s: float) -> list
 def costs(policy: str, *, state: bool, at_once: int) -> dict[str, float]:
     """What messages and a hand-over cost on this machine now beside the moves themselves, as mean seconds.
 
-    Measured as they will be paid: ``at_once`` runs side by side, with phases of more than a second (a process
-    that slept is slower than one that did not). ``state``: of jobs with registered state, whose way out and in
-    has a price even if it moves nothing.
+    Measured as they will be paid: ``at_once`` runs side by side, with phases of more than a second (a
+    process that slept is slower than one that did not). ``state``: of jobs with registered state, whose way
+    out and in has a price even if it moves nothing.
     """
     from coslice.simulate.spec import alternating
 
