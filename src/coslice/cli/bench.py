@@ -29,10 +29,11 @@ from rich.table import Table
 
 from coslice.agent.processes import start_time
 from coslice.cli.bench_client import HOLD_S
-from coslice.cli.rpc import group_status
+from coslice.cli.rpc import agent_status, group_status
 from coslice.errors import OperationFailed
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
+from coslice.workload import ticket
 
 GROUP = "bench"
 WARM_UP = 30
@@ -210,6 +211,7 @@ def _echo(address: str, rounds: int) -> list[float]:
 def _anchor(agent: str) -> Iterator[None]:
     """Register an empty state with ``agent`` for as long as the context lasts."""
     end = threading.Event()
+    proof = ticket.fetch(agent_status(agent).socket)
 
     def messages() -> Iterator[pb.WorkloadMessage]:
         yield pb.WorkloadMessage(
@@ -222,6 +224,7 @@ def _anchor(agent: str) -> Iterator[None]:
                 need_bytes=1,
                 modes=["offload"],
                 device="host",
+                ticket=proof,
             )
         )
         end.wait()
