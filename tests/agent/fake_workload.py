@@ -5,7 +5,8 @@ memory file and unmaps it; on MoveIn it maps it anew, copies it back and checks 
 is chosen with ``--lie`` (says Moved, frees nothing), ``--hang`` (never answers), ``--busy N`` (BUSY for
 the first N moves), ``--die`` (exits on the first MoveOut), ``--slow S`` (answers MoveOut after S
 seconds), ``--refuse-back`` (MoveIn fails). Commands arrive as lines on stdin: ``grow N``, ``use N``
-(anonymous memory that is not state), ``drop``, ``reconnect``, ``check``, ``busy N``. Facts go out as JSON lines on stdout.
+(anonymous memory that is not state), ``drop``, ``reconnect``, ``check``, ``busy N``. Facts go out as
+JSON lines on stdout.
 """
 
 import argparse
