@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coslice.cli import security, simulate_commands
+from coslice.cli import doctor, move, security, simulate_commands
 from coslice.cli.plan import groups_given, plan
 from coslice.cli.profile import profile
 from coslice.errors import ConfigError, CosliceError
@@ -51,6 +51,8 @@ GroupsFile = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 simulate_commands.add(app, bench_app)
 security.add(app)
+move.add(app)
+doctor.add(app)
 Backend = Annotated[
     list[str] | None,
     typer.Option(
@@ -276,6 +278,14 @@ def run(
             help="What moves its state; [b]cuda[/b] needs no code for it. Default: what the job registers.",
         ),
     ] = "",
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="The command is (or starts) a vLLM or SGLang server that answers here: its memory moves "
+            "over HTTP. Repeat for several.",
+        ),
+    ] = None,
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
     agent: Annotated[
         str,
@@ -283,7 +293,7 @@ def run(
     ] = DEFAULT_AGENT,
 ) -> None:
     """Run a training command as a job: [b]coslice run --job a -- python train.py[/b]"""
-    from coslice.cli.run import RunOptions, run_job
+    from coslice.cli.run import RunOptions, backend_of, run_job
 
     options = RunOptions(
         job=job,
@@ -293,7 +303,7 @@ def run(
         orchestrator=orchestrator,
         agent=agent,
         command=tuple(context.args),
-        backend=backend,
+        backend=backend_of(backend, endpoint or ()),
     )
     raise typer.Exit(run_job(options))
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -36,6 +36,13 @@ class RunOptions:
     agent: str
     command: tuple[str, ...]
     backend: str = ""
+
+
+def backend_of(backend: str, endpoints: Sequence[str]) -> str:
+    """``--backend`` as it is, or what ``--endpoint`` means."""
+    if backend and endpoints:
+        raise ConfigError("--endpoint chooses the backend app_endpoint: leave --backend out")
+    return f"app_endpoint:url={' '.join(endpoints)}" if endpoints else backend
 
 
 def run_job(options: RunOptions) -> int:
