@@ -200,7 +200,7 @@ def test_the_search_comes_near_the_exact_plan(monkeypatch: pytest.MonkeyPatch) -
     profiles = plan_jobs.drawn(9, 11, samples=8)
     exact = plan(profiles, cluster=Cluster(swap_s=2.0), max_slowdown=1.3)
     monkeypatch.setattr("coslice.plan.exact._FEW", 0)
-    monkeypatch.setattr("coslice.plan.judge._LENGTHS", ((99, 40.0, 2, 400),))
+    monkeypatch.setattr("coslice.plan.judge._LENGTHS", ((99, 40.0, 2, 400, False),))
     searched = plan(profiles, cluster=Cluster(swap_s=2.0), max_slowdown=1.3, budget=60.0)  # ends by itself
     assert searched.method.startswith("searched")
     assert max(searched.slowdown.values()) <= 1.3

@@ -57,6 +57,7 @@ class Table:
         self.duty = np.array([unit.duty for unit in units])
         self.period = np.array([unit.period for unit in units])
         self.bound = np.array([unit.max_slowdown for unit in units])
+        self.sized = np.array([unit.accelerators > 0 for unit in units])
         self.weight = np.array([float(unit.weight) for unit in units])
 
     def solo_at(self, unit: Ints, cycle: Ints) -> Floats:
@@ -67,17 +68,54 @@ class Table:
         return found
 
 
-def predict_many(table: Table, groups: Ints, *, turns: int, starts: Floats | None = None) -> Outcome:
-    """``groups``: shape (n, k), indices of units, -1 for nobody. ``starts``: the same shape, seconds."""
+def predict_many(
+    table: Table, groups: Ints, *, turns: int, starts: Floats | None = None, until: Floats | None = None
+) -> Outcome:
+    """``groups``: shape (n, k), indices of units, -1 for nobody. ``starts``: the same shape, seconds.
+
+    The first ``WARMUP`` of the turns do not count. With ``until`` figures are taken as ``coslice simulate``
+    does, over the seconds from the end of the first cycle of the slowest to ``until`` (of each group).
+    """
     present = groups >= 0
     unit = np.where(present, groups, 0)
     plays = _Plays(table, unit, present, np.zeros(groups.shape) if starts is None else starts)
-    for turn in range(turns):
-        if turn == int(turns * WARMUP):
-            plays.mark()
-        plays.round()
+    if until is None:
+        for turn in range(turns):
+            if turn == int(turns * WARMUP):
+                plays.begun.take(plays, slice(None))
+            plays.round()
+        plays.over.take(plays, slice(None))
+    else:
+        begin = np.where(present, table.period[unit], 0.0).max(axis=1)
+        begun, over = np.zeros(len(groups), dtype=bool), np.zeros(len(groups), dtype=bool)
+        for _ in range(turns):
+            plays.round()
+            for reached, when, seen in ((begun, begin, plays.begun), (over, until, plays.over)):
+                rows = np.nonzero((plays.free >= when) & ~reached)[0]
+                if len(rows):
+                    reached[rows] = True
+                    seen.take(plays, rows)
+            if over.all():
+                break
+        plays.over.take(plays, np.nonzero(~over)[0])
     slowdown, held = plays.slowdown(), plays.held()
     return Outcome(np.where(present, slowdown, 0.0), np.where(present, held, 0.0), plays.swapping())
+
+
+class _Seen:
+    """The figures of some groups at one moment of their play."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.cycles = np.zeros(shape, dtype=np.int64)
+        self.end, self.busy = np.zeros(shape), np.zeros(shape)
+        self.free, self.moving = np.zeros(shape[0]), np.zeros(shape[0])
+
+    def take(self, plays: "_Plays", rows: Ints | slice) -> None:
+        shape = plays.shape
+        self.cycles[rows] = plays.cycles.reshape(shape)[rows]
+        self.end[rows] = plays.end.reshape(shape)[rows]
+        self.busy[rows] = plays.busy.reshape(shape)[rows]
+        self.free[rows], self.moving[rows] = plays.free[rows], plays.moving[rows]
 
 
 class _Plays:
@@ -95,7 +133,7 @@ class _Plays:
         self.end = starts.astype(float).ravel()
         self.free, self.moving = np.zeros(unit.shape[0]), np.zeros(unit.shape[0])
         self.owner: Ints | None = None
-        self.marked = (self.cycles, self.end, self.free)
+        self.begun, self.over = _Seen(unit.shape), _Seen(unit.shape)
         self.simple = bool(table.last[table.first].all() and table.first.all())
         self.buffered = table.buffered[flat]
         self.waits = bool(self.buffered[present.ravel()].any())
@@ -110,11 +148,6 @@ class _Plays:
         everybody = np.nonzero(present.ravel())[0]
         self.ready[everybody] = self._asks(everybody, self.end[everybody])
         self.ready_by_row = self.ready.reshape(self.shape)
-
-    def mark(self) -> None:
-        self.marked = (self.cycles.copy(), self.end.copy(), self.free.copy())
-        self.busy[:] = 0.0
-        self.moving[:] = 0.0
 
     def round(self) -> None:
         """One turn in every group."""
@@ -172,20 +205,20 @@ class _Plays:
         return found
 
     def slowdown(self) -> Floats:
-        cycles, end, _ = self.marked
-        alone = self.table.solo_at(self.unit, self.cycles) - self.table.solo_at(self.unit, cycles)
+        unit, begun, over = self.unit.reshape(self.shape), self.begun, self.over
+        alone = self.table.solo_at(unit, over.cycles) - self.table.solo_at(unit, begun.cycles)
         with np.errstate(divide="ignore", invalid="ignore"):
-            found: Floats = np.where(alone > 0, (self.end - end) / alone, np.inf)
-        return found.reshape(self.shape)
+            found: Floats = np.where(alone > 0, (over.end - begun.end) / alone, np.inf)
+        return found
 
     def held(self) -> Floats:
-        found: Floats = self.busy.reshape(self.shape) / self._span()[:, None]
+        found: Floats = (self.over.busy - self.begun.busy) / self._span()[:, None]
         return found
 
     def swapping(self) -> Floats:
-        found: Floats = self.moving / self._span()
+        found: Floats = (self.over.moving - self.begun.moving) / self._span()
         return found
 
     def _span(self) -> Floats:
-        found: Floats = np.maximum(self.free - self.marked[2], 1e-12)
+        found: Floats = np.maximum(self.over.free - self.begun.free, 1e-12)
         return found

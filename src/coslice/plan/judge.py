@@ -1,7 +1,7 @@
-"""Predictions in bulk for the search, and the bound: the worst of several starts counts.
+"""Predictions in bulk for the search, and the bound: several starts count.
 
-Where jobs begin relative to each other is chance, and with few regular jobs it may last; so a group is
-accepted only if it keeps its bounds from every start that is tried.
+Where jobs begin relative to each other is chance, and with few regular jobs it may last; so a group has to
+keep its bounds when all begin at once, as in ``coslice simulate``, and on average over other starts.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,17 @@ import numpy.typing as npt
 from coslice.plan.batch import Floats, Ints, Table, predict_many
 
 _GOLDEN = 0.6180339887498949
+_CHANCE = 1.01
 _CHUNK = 4096
 _STEP = 1.5
 """Groups whose turns differ by up to 2 to this power are played together."""
 _LENGTHS = (
-    (16, 200.0, 2, 4000),
-    (128, 60.0, 2, 1200),
-    (1 << 62, 24.0, 3, 300),
+    (16, 200.0, 3, 20_000, True),
+    (128, 60.0, 3, 1200, False),
+    (1 << 62, 24.0, 3, 300, False),
 )
-"""How every group of a plan is judged in the end: up to so many units in all, rounds, starts, and most turns.
-Few units are played as long as ``coslice simulate`` lasts by default."""
+"""How every group of a plan is judged in the end: up to so many units in all, rounds, starts, most turns, and
+whether exactly. Few units are played as long as ``coslice simulate`` lasts by default."""
 MARGIN = 1.0
 """Slowdowns are compared with bound × this."""
 
@@ -39,7 +40,7 @@ class Verdicts:
         """Useful duty of each member: of all the group's accelerators, also where it uses some only."""
         self.swap: Floats = np.zeros(groups)
         self.slowdown: Floats = np.zeros((groups, width))
-        """The worst over the starts."""
+        """The first start's; or the mean over all, less one per cent, if that is larger."""
 
 
 def judge_fully(table: Table, groups: Sequence[Sequence[int]]) -> Verdicts:
@@ -47,8 +48,8 @@ def judge_fully(table: Table, groups: Sequence[Sequence[int]]) -> Verdicts:
     known = table.judged
     new = [group for group in dict.fromkeys(map(tuple, groups)) if group not in known]
     if new:
-        _, rounds, starts, most = next(length for length in _LENGTHS if len(table.units) <= length[0])
-        seen = judge(table, new, rounds=rounds, starts=starts, most=most)
+        _, rounds, starts, most, exactly = next(row for row in _LENGTHS if len(table.units) <= row[0])
+        seen = judge(table, new, rounds=rounds, starts=starts, most=most, exactly=exactly)
         for row, group in enumerate(new):
             known[group] = (seen, row)
     found = Verdicts(len(groups), max(map(len, groups)))
@@ -67,10 +68,16 @@ def judge_fully(table: Table, groups: Sequence[Sequence[int]]) -> Verdicts:
 
 
 def judge(
-    table: Table, groups: Sequence[Sequence[int]], *, rounds: float, starts: int, most: int = 4000
+    table: Table,
+    groups: Sequence[Sequence[int]],
+    *,
+    rounds: float,
+    starts: int,
+    most: int,
+    exactly: bool = False,
 ) -> Verdicts:
     """``rounds``: so many cycles of the slowest member are played, in at most ``most`` turns; ``starts``: how
-    many different ones."""
+    many different ones. ``exactly``: over the same seconds as ``coslice simulate``."""
     width = max(map(len, groups))
     padded = np.full((len(groups), width), -1, dtype=np.int64)
     for row, group in enumerate(groups):
@@ -82,10 +89,18 @@ def judge(
         weight = np.where(some >= 0, table.weight[unit], 0.0).max(axis=1)
         bound = np.where(some >= 0, table.bound[unit], np.inf)
         begin = np.concatenate([_starts(table, unit, number) for number in range(starts)])
-        seen = predict_many(table, np.tile(some, (starts, 1)), turns=turns, starts=begin)
-        found.slowdown[rows] = seen.slowdown.reshape(starts, *some.shape).max(axis=0)
+        until = np.where(some >= 0, table.period[unit], 0.0).max(axis=1) * rounds if exactly else None
+        seen = predict_many(
+            table,
+            np.tile(some, (starts, 1)),
+            turns=turns,
+            starts=begin,
+            until=None if until is None else np.tile(until, starts),
+        )
+        slowdown = seen.slowdown.reshape(starts, *some.shape)
+        found.slowdown[rows] = np.maximum(slowdown[0], slowdown.mean(axis=0) / _CHANCE)
         found.useful[rows] = seen.held.reshape(starts, *some.shape).mean(axis=0)
-        found.useful[rows] *= np.where(some >= 0, table.weight[unit], 0.0) / weight[:, None]
+        found.useful[rows] *= np.where(table.sized[unit], table.weight[unit] / weight[:, None], 1.0)
         found.held[rows] = found.useful[rows].sum(axis=1) * weight
         found.swap[rows] = seen.swap.reshape(starts, len(some)).mean(axis=0)
         found.ok[rows] = (found.slowdown[rows] <= bound * MARGIN).all(axis=1)
@@ -113,6 +128,7 @@ def _batches(table: Table, padded: Ints, rounds: float, most: int) -> list[tuple
     found = []
     for value in np.unique(kind):
         rows = np.nonzero(kind == value)[0]
-        turns = min(most, int(2.0 ** (_STEP * (value // 2))))  # of the group alone, whoever is judged with it
+        # Depends on the group alone, not on who is judged with it. (A play that ends by time ends sooner.)
+        turns = min(most, int(2.0 ** (_STEP * (value // 2))))
         found += [(rows[first : first + _CHUNK], turns) for first in range(0, len(rows), _CHUNK)]
     return found

@@ -75,7 +75,9 @@ def groups_told(units: Sequence[Unit], groups: Sequence[Members], told: Sequence
                 ),
                 order=tuple(some[k].job for k in seen.order),
                 useful_duty=math.fsum(seen.useful),
-                duty_bound=duty_bound(unit.duty * unit.weight / size for unit in some),
+                duty_bound=duty_bound(
+                    unit.duty * (unit.weight / size if unit.accelerators else 1.0) for unit in some
+                ),
                 swap_duty=seen.swap,
                 accelerators=max(unit.accelerators for unit in some),
                 nodes=("",) * max(unit.nodes for unit in some),
