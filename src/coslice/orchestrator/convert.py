@@ -20,6 +20,7 @@ from coslice.core.ids import (
 )
 from coslice.core.outcome import Rejected
 from coslice.security import fingerprint
+from coslice.security.redact import redact
 from coslice.wire.v1 import coslice_pb2 as pb
 
 _STATE_OF: dict[pb.ContextState.ValueType, ev.ContextState] = {
@@ -90,7 +91,7 @@ def acquire_event(who: Identity, message: pb.Acquire, *, at: float, more: bool) 
         world=message.world,
         need=message.need_bytes,
         more=more,
-        phase=message.phase[:_MAX_TOKEN],
+        phase=redact(message.phase[:_MAX_TOKEN]),
         node=who.node,
         pid=who.pid,
         start_time=who.start_time,

@@ -18,6 +18,7 @@ from coslice.orchestrator import convert, views
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.sessions import Asked, GivenUp, Session
 from coslice.runtime.clock import Clock
+from coslice.security.redact import redact
 from coslice.wire.v1 import coslice_pb2 as pb
 
 NoteSink = Callable[[Session, pb.Note], None]
@@ -43,7 +44,8 @@ class Verbs:
                 await self._yield(session, getattr(message, "yield"))
             elif kind == "abandon":
                 said = message.abandon
-                self._abandon(session, convert.scoped(session.who.session, said.request), said.reason)
+                reason = redact(said.reason[:200])
+                self._abandon(session, convert.scoped(session.who.session, said.request), reason)
             elif kind == "note":
                 self._note(session, message.note)
             else:
@@ -160,7 +162,7 @@ class Verbs:
         if asked is not None and asked.task is not None and asked.task.cancel():
             return  # it gives back what it took
         locks = asked.locks if asked is not None else tuple(session.locks.values())
-        self._give_back(request, locks, reason[:200] or "abandoned by the client")
+        self._give_back(request, locks, reason or "abandoned by the client")
 
     # ── yield ──────────────────────────────────────────────────────────────
 
