@@ -88,8 +88,8 @@ class MoveError(Exception):
 
 
 class Backend(Protocol):
-    """Operations of one job never overlap: a second one waits for the first. A caller that goes away (is
-    cancelled) leaves the operation to end by itself. ``Defaults`` has what most backends need not say.
+    """Operations of one job may be asked for at once, and their callers may go away (be cancelled) at any
+    moment: neither does harm. ``Defaults`` has what most backends need not say.
     """
 
     def capabilities(self) -> Capabilities: ...
