@@ -73,6 +73,7 @@ def client_events(group: Group, at: float) -> Iterator[ev.GroupEvent]:
             yield ev.SessionLost(at=at, session=session)
             yield ev.SessionClosed(at=at, session=session)
             yield ev.JobForgotten(at=at, job=job)
+            yield ev.JobEvicted(at=at, job=job)
         if any(s.session == session for s in group.lost):
             yield ev.SessionResumed(at=at, session=session)
 

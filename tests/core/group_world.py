@@ -188,6 +188,11 @@ class World:
                 client = self.clients[effect.session]
                 if client.connected and client.holding and client.holding[1] == effect.epoch:
                     client.holding = None
+            case fx.ForgetJob():
+                node = self.nodes[effect.node]
+                if node.contexts.get(effect.job) is LOST:
+                    del node.contexts[effect.job]
+                    node.push()
             case fx.AskYield():
                 pass
 

@@ -671,16 +671,6 @@ def test_a_report_without_facts_is_believed_as_little_as_possible() -> None:
     assert [e.op for e in effects(w, fx.MakeResident)] == ["g/3/n0"]
 
 
-def test_an_operator_can_forget_a_job() -> None:
-    w = world()
-    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
-    w.apply(ev.JobForgotten(at=0.0, job=JobId("a")))
-    assert not a.holding
-    w.settle()
-    assert b.holding
-    assert [r.job for r in w.group.jobs] == ["b"]
-
-
 # ── nodes ──
 
 

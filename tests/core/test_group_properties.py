@@ -163,7 +163,19 @@ class GroupMachine(RuleBasedStateMachine):
                 node.push()
 
     def forget(self, job: str) -> None:
-        self.world.apply(ev.JobForgotten(at=self.world.now, job=JobId(job)))
+        try:
+            self.world.apply(ev.JobForgotten(at=self.world.now, job=JobId(job)))
+        except Rejected:
+            return
+        assert all(w.job != job for w in self.world.group.waiters)
+
+    def evict(self, job: str) -> None:
+        try:
+            self.world.apply(ev.JobEvicted(at=self.world.now, job=JobId(job)))
+        except Rejected:
+            return
+        held = self.world.group.occupancy
+        assert not (isinstance(held, Held) and held.job == job)
         assert all(w.job != job for w in self.world.group.waiters)
 
     def nodes_change(self) -> None:

@@ -27,7 +27,7 @@ class RawClient:
         self._answers: dict[str, asyncio.Future[pb.ServerMessage]] = {}
         self._ids = itertools.count(1)
         self._channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-        self._stub: Any = pb_grpc.OrchestratorStub(self._channel)
+        self.stub: Any = pb_grpc.OrchestratorStub(self._channel)
         self._stream: Any = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -35,7 +35,7 @@ class RawClient:
         """Say hello; returns once welcomed or refused."""
         self.ended.clear()
         self.welcome = None
-        self._stream = self._stub.Session(wait_for_ready=True)
+        self._stream = self.stub.Session(wait_for_ready=True)
         hello = pb.Hello(job=self.job, incarnation=self.incarnation, session=self.session, node=node)
         hello.pid, hello.start_time = pid, started
         await self.send(hello=hello)
@@ -126,19 +126,19 @@ class RawClient:
     # ── questions ──────────────────────────────────────────────────────────
 
     async def group(self, name: str) -> pb.GroupStatus:
-        answer = await self._stub.GetStatus(pb.GetStatusRequest(group=name), timeout=BOUND)
+        answer = await self.stub.GetStatus(pb.GetStatusRequest(group=name), timeout=BOUND)
         return answer.groups[0]
 
     async def until(self, name: str, condition: Any) -> pb.GroupStatus:
         """The first status of the group that meets ``condition``."""
         async with asyncio.timeout(BOUND):
-            async for answer in self._stub.WatchStatus(pb.GetStatusRequest(group=name)):
+            async for answer in self.stub.WatchStatus(pb.GetStatusRequest(group=name)):
                 if condition(answer.groups[0]):
                     return answer.groups[0]
         raise AssertionError("the watch ended")
 
     async def explain(self, group: str, job: str = "") -> list[str]:
-        answer = await self._stub.Explain(pb.ExplainRequest(group=group, job=job), timeout=BOUND)
+        answer = await self.stub.Explain(pb.ExplainRequest(group=group, job=job), timeout=BOUND)
         return list(answer.lines)
 
     # ── reading ────────────────────────────────────────────────────────────

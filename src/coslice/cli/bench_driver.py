@@ -81,7 +81,7 @@ class Table:
                 if self.playing:
                     self.tell(self.yielded(effect))
                     self.tell(self.request(effect.job))
-            case fx.Refuse() | fx.LoseLease() | fx.AskYield():
+            case fx.Refuse() | fx.LoseLease() | fx.AskYield() | fx.ForgetJob():
                 raise AssertionError(f"the bench goes wrong: {effect}")
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coslice.cli import doctor, move, security, simulate_commands
+from coslice.cli import admin, doctor, move, security, simulate_commands
 from coslice.cli.plan import groups_given, plan
 from coslice.cli.profile import profile
 from coslice.errors import ConfigError, CosliceError
@@ -53,6 +53,7 @@ simulate_commands.add(app, bench_app)
 security.add(app)
 move.add(app)
 doctor.add(app)
+admin.add(app)
 Backend = Annotated[
     list[str] | None,
     typer.Option(

@@ -40,6 +40,8 @@ class ReasonCode(StrEnum):
     STALE = "stale"
     REFUSED = "refused"
     FORGOTTEN = "forgotten"
+    EVICTED = "evicted"  # by an operator
+    DELETED = "deleted"
     EVICT = "evict"
     RESTORE = "restore"
     FITS = "fits"
@@ -128,7 +130,14 @@ class AskYield(_Effect, frozen=True, kw_only=True):
     longest_wait: float
 
 
-GroupEffect = MakeResident | Grant | Refuse | LoseLease | AskYield
+class ForgetJob(_Effect, frozen=True, kw_only=True):
+    """Tell one node that a job is over: what it remembers of it can go."""
+
+    node: NodeId
+    job: JobId
+
+
+GroupEffect = MakeResident | Grant | Refuse | LoseLease | AskYield | ForgetJob
 
 
 # ── of one node's holdings ─────────────────────────────────────────────────

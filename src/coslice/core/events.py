@@ -172,9 +172,22 @@ class PolicySet(_Event, frozen=True, kw_only=True):
 
 
 class JobForgotten(_Event, frozen=True, kw_only=True):
-    """An operator, or the reaping of a finished run, says that this job is over."""
+    """An operator says that this job is over: whatever is remembered of it shall be cleared."""
 
     job: JobId
+
+
+class JobEvicted(_Event, frozen=True, kw_only=True):
+    """An operator takes a job's lease and its places away. It may ask again."""
+
+    job: JobId
+    reason: str = ""
+
+
+class GroupDeleted(_Event, frozen=True, kw_only=True):
+    """An operator says that there shall be no such group any more."""
+
+    reason: str = ""
 
 
 class DeadlinePassed(_Event, frozen=True, kw_only=True):
@@ -198,6 +211,8 @@ GroupEvent = (
     | NodesChanged
     | PolicySet
     | JobForgotten
+    | JobEvicted
+    | GroupDeleted
     | DeadlinePassed
 )
 

@@ -20,7 +20,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from coslice.core import deadlines, lease, membership, memory, sessions, swap
+from coslice.core import deadlines, lease, membership, memory, operator_verbs, sessions, swap
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.deadlines import next_deadline
@@ -44,7 +44,7 @@ from coslice.core.group_state import (
     open_asks,
     record_of,
 )
-from coslice.core.ids import GroupId, JobId, NodeId
+from coslice.core.ids import GroupId, NodeId
 from coslice.core.outcome import Rejected, Step
 from coslice.core.policy import policy_named
 from coslice.core.policy.base import Ask, Choice, Policy, Reserve, Waiter
@@ -82,6 +82,8 @@ def new_group(
 def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.GroupEffect]:
     """Apply one event. Raises ``Rejected``, with nothing changed, if the event is not allowed."""
     turn = Turn(group, event.at)
+    if group.deleted and not isinstance(event, ev.AcquireRequested):
+        return turn.done()
     match event:
         case ev.AcquireRequested():
             _on_acquire(turn, event)
@@ -116,7 +118,11 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
         case ev.PolicySet():
             _on_policy(turn, event.policy)
         case ev.JobForgotten():
-            _on_forgotten(turn, event.job)
+            operator_verbs.forget(turn, event.job)
+        case ev.JobEvicted():
+            operator_verbs.evict(turn, event.job, event.reason)
+        case ev.GroupDeleted():
+            operator_verbs.delete(turn, event.reason)
         case ev.DeadlinePassed():
             deadlines.passed(turn)
         case _:
@@ -171,6 +177,8 @@ def _repeated(turn: Turn, event: ev.AcquireRequested) -> bool:
 
 
 def _refusal(group: Group, event: ev.AcquireRequested) -> tuple[RefuseCode, str] | None:
+    if group.deleted:
+        return RefuseCode.GROUP_GONE, f"group {group.id} was deleted: ask for another group"
     if not group.views:
         return RefuseCode.GROUP_EMPTY, (
             f"no node serves group {group.id}: start an agent that offers it (coslice up, or coslice agent)"
@@ -252,21 +260,6 @@ def _on_abandoned(turn: Turn, event: ev.AcquireAbandoned) -> None:
     turn.say(ReasonCode.ABANDONED, f"request {event.request} was given up by its caller{why}")
     if isinstance(held, Held):
         lease.abandon(turn, held, event.request)
-
-
-def _on_forgotten(turn: Turn, job: JobId) -> None:
-    turn.say(ReasonCode.FORGOTTEN, f"{job} is over, an operator says")
-    turn.refuse(job, RefuseCode.FAILED, f"{job} was forgotten by an operator: acquire again if it still runs")
-    held = turn.group.occupancy
-    if isinstance(held, Held) and held.job == job:
-        lease.revoke(turn, held, f"{job} was forgotten by an operator")
-    record = record_of(turn.group, job)
-    if record is not None:
-        gone = set(record.sessions)
-        turn.set(
-            jobs=tuple(r for r in turn.group.jobs if r.job != job),
-            lost=tuple(s for s in turn.group.lost if s.session not in gone),
-        )
 
 
 def _advance(turn: Turn, policy: Policy) -> None:

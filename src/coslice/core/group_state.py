@@ -186,6 +186,8 @@ class Group(Struct, frozen=True, kw_only=True):
     jobs: tuple[JobRecord, ...] = ()
     """In the order of first appearance."""
     lost: tuple[LostSession, ...] = ()
+    deleted: bool = False
+    """By an operator: there is no such group any more, whoever still speaks to it."""
     settle_by: float | None = None
     """Set by a restart while waiters are not back yet: until then each keeps its turn, not only its place."""
     stuck: tuple[Stuck, ...] = ()
@@ -256,12 +258,16 @@ def given_up_at(group: Group, sessions: Iterable[SessionId]) -> float | None:
     return max((d for d in due if d is not None), default=None) if None not in due else None
 
 
+def waiting(group: Group) -> tuple[Waiter, ...]:
+    """Who has no answer yet, the one being swapped in first."""
+    swap = group.occupancy
+    coming = (swap.waiter,) if isinstance(swap, Swapping) and swap.waiter is not None else ()
+    return (*coming, *group.waiters)
+
+
 def open_asks(group: Group) -> Iterator[Ask]:
     """Every request that is not answered yet, the one being swapped in first."""
-    swap = group.occupancy
-    if isinstance(swap, Swapping) and swap.waiter is not None:
-        yield from swap.waiter.asks
-    for waiter in group.waiters:
+    for waiter in waiting(group):
         yield from waiter.asks
 
 
@@ -282,9 +288,7 @@ def _is_live(group: Group, node: NodeId, job: JobId) -> bool:
 
 def missing(group: Group) -> tuple[Waiter, ...]:
     """The waiters of whom nobody is connected, the one being swapped in first."""
-    swap = group.occupancy
-    coming = (swap.waiter,) if isinstance(swap, Swapping) and swap.waiter is not None else ()
-    return tuple(w for w in (*coming, *group.waiters) if not has_live_ask(group, w))
+    return tuple(w for w in waiting(group) if not has_live_ask(group, w))
 
 
 def eligible(group: Group) -> tuple[Waiter, ...]:

@@ -104,6 +104,8 @@ def check_group_step(before: Group, event: ev.GroupEvent, step: Step[Group, fx.G
                     isinstance(was, Held) and was.epoch == effect.epoch and was.job == effect.job,
                     f"1: {effect.job} lost a lease {effect.epoch} that it did not hold",
                 )
+            case fx.ForgetJob():
+                _require(isinstance(event, ev.JobForgotten), f"6: {effect.job} is forgotten unasked")
             case fx.AskYield():
                 _require(isinstance(now, Held) and now.epoch == effect.epoch, "8: nobody to ask to yield")
     if isinstance(event, ev.AcquireAbandoned):

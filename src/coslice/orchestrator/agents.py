@@ -48,6 +48,11 @@ class Agents:
         if link is not None and group in link.locks:
             link.outbox.put(convert.make_resident(group, effect))
 
+    def forget(self, group: GroupId, effect: fx.ForgetJob) -> None:
+        link = self._links.get(effect.node)
+        if link is not None and group in link.locks:
+            link.outbox.put(pb.AgentCommand(forget_job=pb.ForgetJob(group=group, job=effect.job)))
+
     def refusal(self, hello: pb.AgentHello) -> str | None:
         """Why this agent cannot attach, or None. Raises ``ValueError`` for malformed names."""
         node = NodeId(check_name("node", hello.node))

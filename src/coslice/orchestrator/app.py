@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from coslice.core import effects as fx
 from coslice.core.ids import GroupId
 from coslice.errors import ConfigError
+from coslice.orchestrator.admin import Admin
 from coslice.orchestrator.agents import Agents
 from coslice.orchestrator.config import OrchestratorConfig, agents_address, check, split_address
 from coslice.orchestrator.groups import Groups
@@ -136,6 +137,8 @@ class OrchestratorApp:
         def perform(group: GroupId, effect: fx.GroupEffect) -> None:
             if isinstance(effect, fx.MakeResident):
                 agents.command(group, effect)
+            elif isinstance(effect, fx.ForgetJob):
+                agents.forget(group, effect)
             else:
                 sessions.perform(group, effect)
 
@@ -169,6 +172,7 @@ class OrchestratorApp:
             sessions=sessions,
             verbs=verbs,
             agents=agents,
+            admin=Admin(groups=groups, clock=clock),
             watchers=watchers,
             clock=clock,
             hello_timeout=config.hello_timeout,

@@ -53,8 +53,13 @@ def _told_again(event: ev.GroupEvent) -> bool:
 class GroupLock:
     """A group that is open: the only way to its driver."""
 
-    def __init__(self, config: GroupConfig, driver: "Driver[Group, ev.GroupEvent, fx.GroupEffect]") -> None:
-        self.id, self.config, self._driver = GroupId(config.id), config, driver
+    def __init__(
+        self,
+        config: GroupConfig,
+        driver: "Driver[Group, ev.GroupEvent, fx.GroupEffect]",
+        slot: Slot[Group],
+    ) -> None:
+        self.id, self.config, self._driver, self.slot = GroupId(config.id), config, driver, slot
         self.order = (config.rank, config.id)
         """Place in the global order of groups."""
         self.decisions: deque[Decision] = deque(maxlen=REMEMBERED)
@@ -87,6 +92,8 @@ class Groups:
         self._clock, self._supervisor, self._changed = clock, supervisor, changed
         self._configured = {group.id: group for group in config.groups}
         self._locks: dict[str, GroupLock] = {}
+        self._deleted: dict[str, Slot[Group]] = {}
+        """Their epochs stay in the store: a group of that name goes on above them."""
         self._perform: Perform = lambda group, effect: None
 
     def __iter__(self) -> Iterator[GroupLock]:
@@ -110,10 +117,15 @@ class Groups:
         self._perform = perform
         for key, found in saved.items():
             if key.startswith(KEY):
-                self._open(self._config_of(key.removeprefix(KEY)), found)
+                name, slot = key.removeprefix(KEY), Slot(self._store, key, CODEC, found)
+                state = slot.state()
+                if state is not None and state.deleted:
+                    self._deleted[name] = slot
+                else:
+                    self._open(self._config_of(name), slot)
         for config in self._config.groups:
             if config.id not in self._locks:
-                self._open(config, None)
+                self.open(config.id)
 
     def accepts(self, name: str, node: NodeId, *, beside: int = 0) -> bool:
         """May this node serve that group, when ``beside`` others are about to be opened? Nodes named in the
@@ -127,18 +139,31 @@ class Groups:
 
     def open(self, name: str) -> GroupLock:
         """The group, opened now if an agent's offer is the first that is heard of it."""
-        return self._locks.get(name) or self._open(self._config_of(name), None)
+        if (lock := self._locks.get(name)) is not None:
+            return lock
+        slot = self._deleted.pop(name, None) or Slot(self._store, KEY + name, CODEC)
+        return self._open(self._config_of(name), slot)
+
+    async def delete(self, lock: GroupLock, reason: str) -> None:
+        """Nobody waits for it or holds it any more. An agent that dials anew and offers it opens it again.
+
+        Its driver goes on, deaf, for whoever still speaks to it on an open stream.
+        """
+        await lock.post(ev.GroupDeleted(at=self._clock.now(), reason=reason))
+        if self._locks.get(lock.config.id) is lock:
+            del self._locks[lock.config.id]
+            self._deleted[lock.config.id] = lock.slot
 
     def _config_of(self, name: str) -> GroupConfig:
         return self._configured.get(name) or GroupConfig(id=name, policy=self._config.default_policy)
 
-    def _open(self, config: GroupConfig, found: tuple[bytes, int] | None) -> GroupLock:
+    def _open(self, config: GroupConfig, slot: Slot[Group]) -> GroupLock:
         now, policy = self._clock.now(), policy_named(config.policy)
-        slot = Slot(self._store, KEY + config.id, CODEC, found)
         nodes = tuple(NodeId(node) for node in config.nodes or ())
         saved = slot.state()
-        if saved is None:
+        if saved is None or saved.deleted:
             state = core.new_group(GroupId(config.id), nodes=nodes, rules=rules(self._config), at=now)
+            state = replace(state, epoch=saved.epoch if saved is not None else state.epoch)
         else:
             state = core.restarted(replace(saved, rules=rules(self._config)), now)
         driver: Driver[Group, ev.GroupEvent, fx.GroupEffect] = Driver(
@@ -156,16 +181,17 @@ class Groups:
             on_stall=core.stalled,
             stall_limit=max(1.0, self._config.session_grace / 2),
         )
-        if saved is not None:
+        if saved is not None and not saved.deleted:
             driver.start_with(core.resume(state))
             if config.nodes is not None and nodes != state.nodes:
                 driver.tell(ev.NodesChanged(at=now, nodes=nodes))
-        lock = self._locks[config.id] = GroupLock(config, driver)
+        lock = self._locks[config.id] = GroupLock(config, driver, slot)
         self._locks = {one.config.id: one for one in sorted(self._locks.values(), key=lambda one: one.order)}
         self._supervisor.start(f"group {config.id}", lock.run())
         return lock
 
     def _record(self, name: str, at: float, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
-        if step.reasons:
-            self._locks[name].decisions.append(Decision(at=at, event=event, reasons=step.reasons))
+        lock = self._locks.get(name)
+        if step.reasons and lock is not None:
+            lock.decisions.append(Decision(at=at, event=event, reasons=step.reasons))
         self._journal.record(name, at, event, step, brief(step.state))

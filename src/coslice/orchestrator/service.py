@@ -17,6 +17,7 @@ from coslice.core.ids import Epoch, GroupId, check_name
 from coslice.core.outcome import Rejected
 from coslice.orchestrator import convert, views
 from coslice.orchestrator import sessions as people
+from coslice.orchestrator.admin import Admin, Refused
 from coslice.orchestrator.agents import Agents, Link
 from coslice.orchestrator.explain import LINES, explain, jobs, known
 from coslice.orchestrator.groups import GroupLock, Groups
@@ -44,6 +45,7 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         sessions: people.Sessions,
         verbs: Verbs,
         agents: Agents,
+        admin: Admin,
         watchers: Watchers,
         clock: Clock,
         hello_timeout: float,
@@ -52,6 +54,7 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
     ) -> None:
         self._instance, self._groups, self._sessions, self._verbs = instance, groups, sessions, verbs
         self._agents, self._watchers, self._clock = agents, watchers, clock
+        self._admin = admin
         self._hello_timeout, self._session_grace = hello_timeout, session_grace
         self._tls = tls
         self._end: End | None = None
@@ -191,6 +194,28 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         except Rejected as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return pb.SetPolicyResponse(policy=lock.policy)
+
+    async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetResponse:
+        await self._refuse_while_stopping(context)
+        await self._check_group(request.group, context)
+        return await self._administer(self._admin.forget(request), context)
+
+    async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
+        await self._refuse_while_stopping(context)
+        await self._check_group(request.group, context)
+        return await self._administer(self._admin.evict(request), context)
+
+    async def DeleteGroup(self, request: pb.DeleteGroupRequest, context: Context) -> pb.DeleteGroupResponse:
+        await self._refuse_while_stopping(context)
+        await self._check_group(request.group, context)
+        return await self._administer(self._admin.delete_group(request), context)
+
+    async def _administer(self, verb: Coroutine[None, None, Out], context: Context) -> Out:
+        try:
+            return await verb
+        except Refused as refusal:
+            await context.abort(refusal.status, str(refusal))
+        raise AssertionError("an aborted call goes on")
 
     # ── details ────────────────────────────────────────────────────────────
 

@@ -144,7 +144,7 @@ class World:
     def tell_client(self, client: Client) -> None:
         """The oldest answer arrives. A grant is computed upon at once."""
         message = client.stream.down.pop(0)
-        assert not isinstance(message, wire.Told)
+        assert not isinstance(message, wire.Command)
         self.client_says(client, client.receive(message))
         if isinstance(message, wire.Granted) and client.using:
             self._enter(client)
@@ -233,7 +233,7 @@ class World:
     def tell_node(self, node: Node, index: int = 0, *, keep: bool = False) -> None:
         down = node.stream.down
         message = down[index] if keep else down.pop(index)
-        assert isinstance(message, wire.Told)
+        assert isinstance(message, wire.Command)
         node.take(message)
         self.after_node(node, message.group)
 

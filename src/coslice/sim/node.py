@@ -20,7 +20,7 @@ from coslice.core.invariants_node import violations_of_step
 from coslice.core.outcome import Rejected, Step
 from coslice.sim.device import MIB, Device, Process, Violation
 from coslice.sim.story import Story
-from coslice.sim.wire import Hello, Said, Stream, Told
+from coslice.sim.wire import Command, Forget, Hello, Said, Stream
 
 Move = fx.RunSnapshot | fx.RunRestore
 NodeStep = Step[Holdings, fx.NodeEffect]
@@ -460,7 +460,11 @@ class Node:
                     self.stream.send(said)
                 served.out.clear()
 
-    def take(self, told: Told) -> None:
+    def take(self, told: Command) -> None:
+        if isinstance(told, Forget):
+            served = self.served[told.group]
+            served.hear(ev.JobForgotten(at=served.at, job=told.job))
+            return
         served, command = self.served[told.group], told.command
         event = ev.MakeResidentCommanded(
             at=served.at, op=command.op, epoch=command.epoch, job=command.job, need=command.need

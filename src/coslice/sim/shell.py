@@ -134,6 +134,9 @@ class Shell:
             case fx.MakeResident(node=node):
                 if node in self.attached:
                     self.out.append((node, wire.Told(group, effect)))
+            case fx.ForgetJob(node=node, job=job):
+                if node in self.attached:
+                    self.out.append((node, wire.Forget(group, job)))
             case fx.Grant():
                 self._granted(group, effect)
             case fx.Refuse():
@@ -285,6 +288,10 @@ class Shell:
         self.post(group, event)
         self.run()
         return self.rejected
+
+    def operator_says(self, group: GroupId, event: ev.JobForgotten | ev.JobEvicted) -> bool:
+        """False: the machine refused."""
+        return self._try(group, event) is None
 
     def stranger_yields(self, group: GroupId, job: JobId, session: SessionId, epoch: Epoch) -> None:
         """Somebody names a lease that is not its own, or is over. It must be refused, changing nothing."""

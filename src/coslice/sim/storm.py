@@ -102,6 +102,7 @@ class Storm:
             (1, self.loop_stalls),
             (1, self.nodes_change),
             (1, self.job_forgotten),
+            (1, self.job_evicted),
             (2, self.stranger_yields),
             (1, self.out_of_memory),
             (2, self.newcomer_registers),
@@ -440,7 +441,8 @@ class Storm:
             served.hear(ev.DeadlinePassed(at=served.at), done=done)
         elif node.stream.down:
             told = node.stream.down.pop(0)
-            assert isinstance(told, wire.Told)
+            if not isinstance(told, wire.Told):
+                return
             at = node.served[told.group]
             event = ev.MakeResidentCommanded(
                 at=at.at,
@@ -593,13 +595,20 @@ class Storm:
         return True
 
     def job_forgotten(self) -> bool:
+        """An operator clears what is left of a job. One that runs is refused."""
+        world, job = self.world, self.rng.choice(self.world.setup.jobs)
+        return self._asked("job forgotten", job, ev.JobForgotten(at=world.shell.at, job=job))
+
+    def job_evicted(self) -> bool:
+        world, job = self.world, self.rng.choice(self.world.setup.jobs)
+        return self._asked("job evicted", job, ev.JobEvicted(at=world.shell.at, job=job, reason="drawn"))
+
+    def _asked(self, kind: str, job: JobId, event: ev.JobForgotten | ev.JobEvicted) -> bool:
+        """An operator says so; whoever it does not apply to is refused, and nothing happened."""
         world, group = self.world, self.rng.choice(self.world.setup.groups)
-        job = self.rng.choice(world.setup.jobs)
-        self._fault("job forgotten", job)
-        world.shell.post(group, ev.JobForgotten(at=world.shell.at, job=job))
-        world.shell.run()
+        done = world.shell.operator_says(group, event)
         world.flush()
-        return True
+        return done and self._fault(kind, f"{job} of {group}")
 
     def stranger_yields(self) -> bool:
         world = self.world

@@ -9,7 +9,7 @@ from msgspec import Struct
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.effects import RefuseCode
-from coslice.core.ids import Epoch, GroupId, RequestId
+from coslice.core.ids import Epoch, GroupId, JobId, RequestId
 
 Leases = tuple[tuple[GroupId, Epoch], ...]
 
@@ -91,7 +91,13 @@ class Told(Struct, frozen=True):
     command: fx.MakeResident
 
 
-Down = ServerMessage | Told
+class Forget(Struct, frozen=True):
+    group: GroupId
+    job: JobId
+
+
+Command = Told | Forget
+Down = ServerMessage | Command
 Back = ClientMessage | Said
 
 

@@ -86,6 +86,8 @@ class FakeAgent:
         self.instance = instance or uuid.uuid4().hex[:8]
         self.behaviour = behaviour or instant()
         self.states = dict(states or {})
+        self.forgotten: list[tuple[str, str]] = []
+        """Groups and jobs that it was told to forget."""
         self.ended: list[pb.EndedProcess] = []
         """Processes that it says it saw end; ``push`` tells."""
         self.commands: list[pb.MakeResident] = []
@@ -195,6 +197,8 @@ class FakeAgent:
             self.welcomed += 1
         elif kind == "make_resident":
             self._begin(command.make_resident)
+        elif kind == "forget_job":
+            self.forgotten.append((command.forget_job.group, command.forget_job.job))
         await self._tell()
 
     async def _tell(self) -> None:

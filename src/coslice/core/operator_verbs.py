@@ -1,0 +1,72 @@
+"""What an operator may do to a group: forget a job that is over, take what one has away, delete the group.
+
+Called by ``core.group``. Each says plainly who is affected; ``Rejected`` names what to do instead.
+"""
+
+from coslice.core import effects as fx
+from coslice.core import lease, sessions
+from coslice.core.effects import ReasonCode, RefuseCode
+from coslice.core.group_state import Empty, Held, is_lost, record_of, waiting
+from coslice.core.ids import JobId
+from coslice.core.outcome import Rejected
+from coslice.core.turn import Turn
+
+
+def forget(turn: Turn, job: JobId) -> None:
+    """Only a job that is over; whoever of it is lost for now is not expected any more."""
+    group, held = turn.group, turn.group.occupancy
+    record = record_of(group, job)
+    known = record.sessions if record is not None else ()
+    here = [s for s in known if not is_lost(group, s)]
+    if here or (isinstance(held, Held) and held.job == job):
+        why = f"runs, with {len(here)} connected process(es)" if here else f"holds group {group.id}"
+        raise Rejected(
+            RefuseCode.JOB_RUNNING.value,
+            f"{job} {why}: stop it first, or take its lease away with `coslice evict {job}`",
+            group=group.id,
+            job=job,
+        )
+    why = f"{job} is over, an operator says"
+    for session in known:
+        sessions.ended(turn, session, why, tell=True)
+    turn.set(
+        jobs=tuple(r for r in turn.group.jobs if r.job != job),
+        stuck=tuple(s for s in turn.group.stuck if s.job != job),
+    )
+    turn.say(ReasonCode.FORGOTTEN, why)
+    for view in turn.group.views:
+        if view.attached:
+            turn.emit(fx.ForgetJob(node=view.node, job=job))
+
+
+def evict(turn: Turn, job: JobId, because: str) -> None:
+    held, group = turn.group.occupancy, turn.group
+    why = f"an operator took it away{f': {because}' if because else ''}"
+    if not (isinstance(held, Held) and held.job == job) and all(w.job != job for w in waiting(group)):
+        raise Rejected(
+            RefuseCode.NOT_HELD.value,
+            f"{job} neither holds group {group.id} nor waits for it: there is nothing to take away",
+            group=group.id,
+            job=job,
+        )
+    turn.say(ReasonCode.EVICTED, f"{job} gives way: {why}")
+    turn.refuse(job, RefuseCode.FAILED, f"its place for group {group.id}: {why}; it may ask again")
+    if isinstance(held, Held) and held.job == job:
+        lease.revoke(turn, held, why)
+
+
+def delete(turn: Turn, because: str) -> None:
+    """Nobody waits for it or holds it any more, and it has no node: whoever asks is told so."""
+    held, name = turn.group.occupancy, turn.group.id
+    why = f"group {name} was deleted{f': {because}' if because else ''}"
+    turn.say(ReasonCode.DELETED, why)
+    for waiter in waiting(turn.group):
+        turn.refuse(waiter.job, RefuseCode.GROUP_GONE, f"{why}; ask for another group")
+    if isinstance(held, Held):
+        lease.revoke(turn, held, why)
+    turn.set(
+        views=(), occupancy=Empty(), jobs=(), lost=(), stuck=(), reserved=None, settle_by=None, deleted=True
+    )
+
+
+__all__ = ["delete", "evict", "forget"]
