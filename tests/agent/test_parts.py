@@ -185,7 +185,7 @@ async def test_only_the_registered_process_with_its_token_gets_a_buffer(tmp_path
     refused, fds = await asyncio.to_thread(ask, path, {"token": "secret", "bytes": 11 * MIB})
     assert (refused["ok"], refused["code"], fds) == (False, "NO_ROOM", [])
     given, fds = await asyncio.to_thread(ask, path, {"token": "secret", "bytes": 4 * MIB})
-    assert given == {"ok": True, "bytes": 4 * MIB}
+    assert given == {"ok": True, "bytes": 4 * MIB, "generation": 0}
     assert os.fstat(fds[0]).st_size == 4 * MIB
     os.close(fds[0])
     await server.stop()

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from pathlib import Path
 import uuid
 
 import grpc.aio
@@ -31,7 +32,8 @@ from coslice.agent.occupancy import Occupancy
 from coslice.agent.registry import Registry
 from coslice.agent.service import AgentService
 from coslice.agent.tickets import Tickets
-from coslice.core.ids import GroupId
+from coslice.agent.tiers.disk import DiskTier
+from coslice.core.ids import GroupId, JobId
 from coslice.errors import ConfigError
 from coslice.runtime.clock import LoopClock
 from coslice.runtime.supervisor import Supervisor
@@ -142,7 +144,8 @@ class AgentApp:
         store = _store(config)
         exits.push_async_callback(store.close)
         found = await store.load()
-        buffers = HostBuffers(config.host_budget)
+        buffers = HostBuffers(config.host_budget, disk=_disk(config), per_job=config.host_per_job)
+        buffers.idle = self._saved_and_idle
         exits.callback(buffers.close)
         exits.push_async_callback(self._surveyor.close)
         node = NodeContext(config=config, buffers=buffers, surveyor=self._surveyor, store=store, found=found)
@@ -169,6 +172,9 @@ class AgentApp:
             heard=self._heard,
         )
         self._recall(registry)
+        if buffers.disk is not None:
+            known = {member.buffer for member in self.members}
+            buffers.disk.keep_only(known.__contains__)
         socket = BufferServer(buffer_socket(config), buffers, registry.by_token, tickets)
         log.debug("buffers are handed over in %s", runtime)
         await socket.start()
@@ -288,6 +294,13 @@ class AgentApp:
             self._baselines = Baselines(kept)
             await self._baseline_slot.save(self._baselines)
 
+    def _saved_and_idle(self, buffer: str) -> bool:
+        """May its content go to disk? Not while anybody copies; page-locked memory (cuda) stays."""
+        member = next((member for member in self.members if member.buffer == buffer), None)
+        if member is None or member.device != "host":
+            return False
+        return member.sleeps and not member.moving and member.ahead is None
+
     def _forget_members(self) -> None:
         for member in self.members:
             member.close()
@@ -317,6 +330,8 @@ class AgentApp:
                 group := self.groups.get(GroupId(command.make_resident.group))
             ) is not None:
                 group.command(command.make_resident)
+            case "expect" if (group := self.groups.get(GroupId(command.expect.group))) is not None:
+                group.expect(JobId(command.expect.job))
             case "forget_job" if (group := self.groups.get(GroupId(command.forget_job.group))) is not None:
                 group.forget(command.forget_job.job)
             case other:
@@ -342,6 +357,12 @@ def _measured_device(devices: GroupDevices) -> GroupDevices:
     if devices.accelerator == "cuda" and devices.device_budget == 0:
         return replace(devices, device_budget=cuda.device_memory())
     return devices
+
+
+def _disk(config: AgentConfig) -> DiskTier | None:
+    if not config.disk_budget:
+        return None
+    return DiskTier(private_directory(str(Path(config.state_dir) / "saved")), config.disk_budget)
 
 
 def _store(config: AgentConfig) -> Store:

@@ -1,163 +1,33 @@
-"""Host buffers: memory files that hold what was moved off the device, one per member, charged to one
-budget.
+"""Hands host buffers over: memory files of the agent (``tiers.host``), to the processes whose state is there.
 
 The agent owns them, so saved state is counted and bounded in one place and outlives the agent's own restart
 (the workload keeps the file mapped and gives it back). A workload gets its file's descriptor over a unix
 socket in the runtime directory, after showing the token of its registration from the very process that
 registered. The same socket gives the tickets for registrations (tickets.py).
-
-A file only grows, and is kept between swaps: pages the system has given us once cost a tenth of fresh ones.
-Nothing here knows groups, swaps or what the bytes mean.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import hmac
 import json
 import logging
 import os
 import socket
-import stat
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from coslice.agent.tickets import NoTicket, Tickets
-from coslice.sizes import format_size
+from coslice.agent.tiers.disk import Damaged
+from coslice.agent.tiers.host import HostBuffers, NoHostMemory
 
 log = logging.getLogger(__name__)
 
+__all__ = ["BufferServer", "HostBuffers", "NoHostMemory", "Owner", "same_token"]
+
 REQUEST_LIMIT = 4096
 REQUEST_SECONDS = 10.0
-
-
-class NoHostMemory(Exception):
-    """The host budget does not hold what was asked for; nothing was changed."""
-
-
-@dataclass(slots=True)
-class _File:
-    fd: int
-    charged: int = 0
-    """Bytes whose pages are there."""
-    held: bool = False
-    """Has content, or is about to: its pages cannot be lent to another."""
-    growing: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-class HostBuffers:
-    """The memory files, by ``Member.buffer``, and the budget they share. All methods run on the loop."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self._files: dict[str, _File] = {}
-
-    @property
-    def used(self) -> int:
-        return sum(file.charged for file in self._files.values())
-
-    def size(self, name: str) -> int:
-        file = self._files.get(name)
-        return 0 if file is None else file.charged
-
-    def descriptor(self, name: str) -> int:
-        return self._files[name].fd
-
-    def check(self, wanted: Mapping[str, int]) -> None:
-        """Raise ``NoHostMemory`` unless files of these sizes fit beside those that hold something."""
-        held = {name: file.charged for name, file in self._files.items() if file.held}
-        for name, size in wanted.items():
-            held[name] = max(size, held.get(name, 0))
-        if (lacking := sum(held.values()) - self.budget) > 0:
-            beside = sum(size for name, size in held.items() if name not in wanted)
-            raise NoHostMemory(
-                f"host memory budget: {format_size(sum(wanted.values()))} of state do not fit, "
-                f"{format_size(beside)} of {format_size(self.budget)} hold other state and "
-                f"{format_size(lacking)} are missing; raise the host budget (coslice up --host-memory) "
-                "or share with fewer jobs"
-            )
-
-    async def reserve(self, name: str, size: int) -> None:
-        """Make the file at least ``size`` bytes, its pages present, and hold it; raises ``NoHostMemory``."""
-        file = self._files.get(name)
-        if file is None:
-            file = self._files[name] = _File(os.memfd_create("coslice", os.MFD_CLOEXEC))
-        async with file.growing:
-            old, held = file.charged, file.held
-            if size <= old:
-                file.held = True
-                return
-            self.check({name: size})
-            file.charged, file.held = (
-                size,
-                True,
-            )  # before the pages are touched, so that no other takes the room
-            try:
-                self._lend_back()
-                # Touching gigabytes takes seconds: not on the loop.
-                await asyncio.to_thread(os.posix_fallocate, file.fd, 0, size)
-            except OSError as error:
-                file.charged, file.held = old, held
-                raise NoHostMemory(
-                    f"the system gave no memory for {format_size(size)} of host buffer ({error.strerror}): "
-                    "free memory on the node or lower the host budget"
-                ) from None
-            finally:
-                if self._files.get(name) is not file:  # freed while it grew
-                    os.close(file.fd)
-
-    def release(self, name: str) -> None:
-        """Its content is back on the device. The pages stay for the next time, unless another needs them."""
-        if (file := self._files.get(name)) is not None:
-            file.held = False
-
-    def adopt(self, name: str, fd: int, *, held: bool) -> None:
-        """Take back a file that a process kept over our restart. Charged beyond the budget too: it exists."""
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            raise ValueError("not a memory file of this user")
-        if name in self._files:
-            os.close(fd)  # ours is the one in use
-            return
-        self._files[name] = _File(fd, min(status.st_size, status.st_blocks * 512), held)
-
-    def free(self, name: str) -> None:
-        file = self._files.pop(name, None)
-        if file is not None and not file.growing.locked():
-            os.close(file.fd)
-
-    def free_under(self, prefix: str) -> None:
-        for name in [name for name in self._files if name.startswith(prefix)]:
-            self.free(name)
-
-    def close(self) -> None:
-        self.free_under("")
-
-    def _lend_back(self) -> None:
-        """Give pages of idle files back to the system until the budget is kept, the largest first."""
-        idle = sorted(
-            (file for file in self._files.values() if not file.held and not file.growing.locked()),
-            key=lambda file: -file.charged,
-        )
-        for file in idle:
-            if self.used <= self.budget:
-                return
-            _punch(file.fd, file.charged)
-            file.charged = 0
-
-
-def _punch(fd: int, size: int) -> None:
-    """Free a file's pages, keep its size: who has it mapped sees zeros, not a bus error (fallocate(2))."""
-    keep_size, punch_hole = 1, 2
-    if size and _libc.fallocate(fd, keep_size | punch_hole, ctypes.c_long(0), ctypes.c_long(size)) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Owner(Protocol):
@@ -231,7 +101,7 @@ class BufferServer:
                 _close_all(fds)
                 return self._give_ticket(connection)
             token, size = str(request["token"]), int(request.get("bytes", 0))
-            give = bool(request.get("give", False))
+            give, hold = bool(request.get("give", False)), bool(request.get("hold", True))
         except (ValueError, KeyError, TypeError, AttributeError):
             _close_all(fds)
             return _reply(connection, code="INVALID", message='send one line {"token": ..., "bytes": N}')
@@ -247,11 +117,16 @@ class BufferServer:
             return self._take_back(connection, owner, fds)
         _close_all(fds)
         try:
-            await self._buffers.reserve(owner.buffer, size)
+            await self._buffers.reserve(owner.buffer, size, hold=hold)
         except NoHostMemory as error:
             return _reply(connection, code="NO_ROOM", message=str(error))
+        except Damaged as error:
+            return _reply(connection, code="LOST", message=str(error))
         return _reply(
-            connection, size=self._buffers.size(owner.buffer), fd=self._buffers.descriptor(owner.buffer)
+            connection,
+            size=self._buffers.size(owner.buffer),
+            fd=self._buffers.descriptor(owner.buffer),
+            generation=self._buffers.generation(owner.buffer),
         )
 
     def _give_ticket(self, connection: socket.socket) -> None:
@@ -314,9 +189,17 @@ async def _readable(connection: socket.socket) -> None:
 
 
 def _reply(
-    connection: socket.socket, *, size: int = 0, fd: int | None = None, code: str = "", message: str = ""
+    connection: socket.socket,
+    *,
+    size: int = 0,
+    fd: int | None = None,
+    generation: int = 0,
+    code: str = "",
+    message: str = "",
 ) -> None:
-    answer = {"ok": False, "code": code, "message": message} if code else {"ok": True, "bytes": size}
+    answer: dict[str, object] = {"ok": True, "bytes": size, "generation": generation}
+    if code:
+        answer = {"ok": False, "code": code, "message": message}
     data = json.dumps(answer).encode() + b"\n"
     if fd is None:
         connection.send(data)  # a fresh socket's buffer takes one line whole

@@ -36,6 +36,10 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     runtime_dir: str
     host_budget: int
     """Bytes of host memory for saved state, all groups together."""
+    host_per_job: int = 0
+    """Bytes of it that one job may have; 0: all."""
+    disk_budget: int = 0
+    """Bytes of disk, in ``state_dir``, for saved state that was idle for long; 0: none."""
     groups: tuple[GroupDevices, ...] = ()
     orchestrator: str | None = None
     """``host:port`` to dial; None: direct API only."""
@@ -100,6 +104,10 @@ def validate(config: AgentConfig) -> None:
         raise ConfigError(
             f"host_budget is {config.host_budget} bytes: saved state needs host memory, give more"
         )
+    if min(config.host_per_job, config.disk_budget) < 0:
+        raise ConfigError("host_per_job and disk_budget are bytes, of 0 or more")
+    if config.disk_budget and config.state_dir == ":memory:":
+        raise ConfigError("a disk tier needs a state_dir on a disk: name one, or leave the disk budget out")
     if config.on_stuck not in ("kill", "wait"):
         raise ConfigError(f"on_stuck is {config.on_stuck!r}: choose 'kill' or 'wait'")
     if len(path := str(buffer_socket(config)).encode()) > UNIX_PATH_MAX:

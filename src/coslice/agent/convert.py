@@ -36,6 +36,9 @@ def residency_to_pb(group: GroupId, facts: ev.NodeFacts, reason: str = "") -> pb
         device_used_bytes=facts.device_used,
         host_budget_bytes=facts.host_budget,
         host_used_bytes=facts.host_used,
+        host_held_bytes=facts.host_held,
+        disk_budget_bytes=facts.disk_budget,
+        disk_used_bytes=facts.disk_used,
         reason=reason,
         ended=[
             pb.EndedProcess(job=e.job, incarnation=e.incarnation, pid=e.pid, start_time=e.start_time)

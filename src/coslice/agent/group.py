@@ -16,11 +16,12 @@ from msgspec.structs import replace
 from coslice.agent import convert
 from coslice.agent.ahead import Ahead
 from coslice.agent.backends.base import Backend, Elastic, MoveError
-from coslice.agent.buffers import HostBuffers
+from coslice.agent.buffers import HostBuffers, NoHostMemory
 from coslice.agent.config import AgentConfig, GroupDevices
 from coslice.agent.members import Member, Members
 from coslice.agent.processes import kill
 from coslice.agent.sampler import UsageSampler
+from coslice.agent.tiers.disk import Damaged
 from coslice.core import context as core
 from coslice.core import effects as fx
 from coslice.core import events as ev
@@ -57,7 +58,7 @@ def holdings_for(
     fresh = replace(
         fresh,
         device_budget=devices.device_budget,
-        host_budget=config.host_budget,
+        host_budget=config.host_budget + config.disk_budget,
         accelerator=devices.accelerator,
         rules=rules,
     )
@@ -123,6 +124,9 @@ class ServedGroup:
             device_used=self.sampler.now(),
             host_budget=self._buffers.budget,
             host_used=self._buffers.used,
+            host_held=self._buffers.held,
+            disk_budget=self._buffers.disk.budget if self._buffers.disk is not None else 0,
+            disk_used=self._buffers.disk.used if self._buffers.disk is not None else 0,
         )
 
     def residency(self) -> pb.Residency:
@@ -314,14 +318,30 @@ class ServedGroup:
         running = self.driver.state.running
         if running is None or running.op != effect.op:
             return None
+        members = self._members.of_job(self.id, running.job)
+        if any(self._buffers.spilled(member.buffer) for member in members):
+            self.expect(running.job)
+            return None
         if self._ahead is None:
             self._ahead = Ahead.for_job(
                 running.job,
-                self._members.of_job(self.id, running.job),
+                members,
                 op=effect.op,
                 room=lambda: self.devices.device_budget - self.sampler.now(),
             )
         return self._ahead
+
+    def expect(self, job: JobId) -> None:
+        """The job's turn is near: what of its state is on disk is fetched, as far as memory allows."""
+        for member in self._members.of_job(self.id, job):
+            if self._buffers.spilled(member.buffer):
+                self._spawn(f"fetch {member.buffer}", self._fetch(member.buffer))
+
+    async def _fetch(self, name: str) -> None:
+        try:
+            await self._buffers.fetch(name)
+        except (NoHostMemory, Damaged) as error:  # the restore says so, if it still is so
+            log.info("not fetched ahead of its turn: %s", error)
 
     async def _clear_of_ahead(self, *, but: OpId) -> None:
         """Nothing of an operation that is over may be on its way."""

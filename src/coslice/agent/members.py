@@ -196,6 +196,7 @@ class Member:
             pending.answer.set_result(answer)
         elif out and pending is None and self._channel is not None:
             # It answered after we had given up on it: the job counts as live, so its state goes back.
+            self.ahead = 0  # it is coming
             late = pb.MoveIn(op=f"{answer.op.removesuffix(OUT)}/late{BACK}", deadline_s=0)
             self._channel.send(pb.WorkloadCommand(move_in=late))
 

@@ -101,10 +101,22 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
         table.add_row(escape(job), lock, state, format_size(sizes[job]) if job in sizes else "", escape(wait))
     for node in group.nodes:
         budget = f"{format_size(node.device_used_bytes)} of {format_size(node.device_budget_bytes)}"
-        host = f"host {format_size(node.host_used_bytes)} of {format_size(node.host_budget_bytes)}"
-        line = f"device {budget}, {host}" if node.attached else "[red]no agent attached[/red]"
+        line = f"device {budget}, {_host(node)}" if node.attached else "[red]no agent attached[/red]"
         table.add_row(f"[dim]node {escape(node.node)}[/dim]", "", f"[dim]{line}[/dim]", "", "")
     return table
+
+
+PRESSURE = 0.9
+"""Share of the host budget with saved state in it, from which the next one may not fit."""
+
+
+def _host(node: pb.NodeStatus) -> str:
+    host = f"host {format_size(node.host_used_bytes)} of {format_size(node.host_budget_bytes)}"
+    if node.disk_budget_bytes:
+        host += f", disk {format_size(node.disk_used_bytes)} of {format_size(node.disk_budget_bytes)}"
+    if node.host_held_bytes > PRESSURE * node.host_budget_bytes > 0:
+        host += " [yellow]host memory is short[/yellow]"
+    return host
 
 
 def _headline(group: pb.GroupStatus, now: float) -> str:

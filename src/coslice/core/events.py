@@ -52,6 +52,10 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
     device_used: int = 0
     host_budget: int = 0
     host_used: int = 0
+    host_held: int = 0
+    """Of ``host_used``, what has content: the rest can be lent at once."""
+    disk_budget: int = 0
+    disk_used: int = 0
     accelerator: str = "host"
 
 

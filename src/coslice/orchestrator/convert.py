@@ -176,6 +176,9 @@ def facts(residency: pb.Residency, accelerator: str) -> ev.NodeFacts:
         device_used=residency.device_used_bytes,
         host_budget=residency.host_budget_bytes,
         host_used=residency.host_used_bytes,
+        host_held=residency.host_held_bytes,
+        disk_budget=residency.disk_budget_bytes,
+        disk_used=residency.disk_used_bytes,
         accelerator=accelerator,
     )
 
@@ -235,6 +238,9 @@ def node_status(node: NodeId, attached: bool, known: ev.NodeFacts) -> pb.NodeSta
         device_used_bytes=known.device_used,
         host_budget_bytes=known.host_budget,
         host_used_bytes=known.host_used,
+        host_held_bytes=known.host_held,
+        disk_budget_bytes=known.disk_budget,
+        disk_used_bytes=known.disk_used,
         accelerator=known.accelerator,
     )
 

@@ -24,6 +24,7 @@ from coslice.agent.backends.base import (
 from coslice.agent.buffers import HostBuffers, NoHostMemory
 from coslice.agent.host import Gone
 from coslice.agent.members import BACK, OUT, Member, MoveRefused
+from coslice.agent.tiers.disk import Damaged
 from coslice.errors import ConfigError
 from coslice.sizes import format_size
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -151,6 +152,8 @@ class AppChannelBackend(Defaults):
                 await self._buffers.reserve(name, size)
         except NoHostMemory as error:
             raise MoveError(str(error), no_room=True) from None
+        except Damaged as error:
+            raise MoveError(str(error), lost=True) from None
 
     async def _move_out(self, member: Member, op: str, order: pb.MoveOut, *, give_way: bool) -> pb.Moved:
         move = pb.MoveOut(
@@ -165,6 +168,12 @@ class AppChannelBackend(Defaults):
         return await member.move(move.op, pb.WorkloadCommand(move_out=move), timeout=self._timeout)
 
     async def _move_in(self, member: Member, op: str) -> pb.Moved:
+        try:
+            await self._buffers.fetch(member.buffer)  # from disk, if it is there
+        except Damaged as error:
+            raise MoveError(str(error), lost=True, pid=member.pid) from None
+        except NoHostMemory as error:
+            raise MoveError(str(error), no_room=True, pid=member.pid) from None
         move = pb.MoveIn(op=f"{op}{BACK}", deadline_s=self._timeout)
         answer = await member.move(move.op, pb.WorkloadCommand(move_in=move), timeout=self._timeout)
         self._buffers.release(member.buffer)
@@ -263,6 +272,8 @@ def _residual(member: Member, answer: pb.Moved) -> int:
 
 def _as_move_error(failures: Sequence[BaseException]) -> MoveError:
     for failure in failures:
+        if isinstance(failure, MoveError):
+            return failure
         if not isinstance(failure, MoveRefused):
             raise failure
     refusals = [failure for failure in failures if isinstance(failure, MoveRefused)]

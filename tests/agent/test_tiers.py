@@ -1,0 +1,289 @@
+"""Host memory is a budget with disk behind it: what is refused, what is spilled, what is found damaged."""
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent.conftest import GROUP, MIB, Node, contexts
+
+from coslice.agent.tiers.disk import BLOCK, SUFFIX, Damaged, DiskTier, NoDisk
+from coslice.agent.tiers.host import HostBuffers, NoHostMemory
+
+SIZE = 3 * BLOCK + 12_345
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    fd = os.memfd_create("test")
+    os.pwrite(fd, random.Random(4).randbytes(SIZE), 0)
+    yield fd
+    os.close(fd)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def written(folder: Path) -> Path:
+    (path,) = folder.glob(f"*{SUFFIX}")
+    return path
+
+
+async def test_what_is_written_comes_back_also_to_another_agent(tmp_path: Path, memory: int) -> None:
+    tier = DiskTier(tmp_path, 10 * MIB)
+    before = os.pread(memory, SIZE, 0)
+    await tier.write("g/a/1", memory, SIZE)
+    assert (tier.used, tier.has("g/a/1")) == (SIZE, True)
+    os.ftruncate(memory, 0)
+    os.ftruncate(memory, SIZE)
+    again = DiskTier(tmp_path, 10 * MIB)
+    assert again.names() == ["g/a/1"]
+    assert await again.read("g/a/1", memory) == SIZE
+    assert os.pread(memory, SIZE, 0) == before
+    assert oct(written(tmp_path).stat().st_mode)[-3:] == "600"
+    again.keep_only(lambda name: False)
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [(0, "damaged at byte 0"), (SIZE - 1, f"damaged at byte {3 * BLOCK}"), (SIZE + 12, "checksums")],
+)
+async def test_a_changed_byte_is_found(tmp_path: Path, memory: int, at: int, message: str) -> None:
+    tier = DiskTier(tmp_path, 10 * MIB)
+    await tier.write("g/a/1", memory, SIZE)
+    path = written(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x10
+    path.write_bytes(content)
+    with pytest.raises(Damaged, match=message):
+        await tier.read("g/a/1", memory)
+
+
+@pytest.mark.parametrize("cut", [1, 17, 40, BLOCK, SIZE])
+async def test_a_torn_write_is_refused(tmp_path: Path, memory: int, cut: int) -> None:
+    tier = DiskTier(tmp_path, 10 * MIB)
+    await tier.write("g/a/1", memory, SIZE)
+    path = written(tmp_path)
+    os.truncate(path, path.stat().st_size - cut)
+    with pytest.raises(Damaged):
+        await tier.read("g/a/1", memory)
+    assert DiskTier(tmp_path, 10 * MIB).names() == []  # and a new agent does not take it for state
+    assert files(tmp_path) == []
+
+
+async def test_blocks_written_in_the_wrong_order_are_refused(tmp_path: Path, memory: int) -> None:
+    """A crash of the machine after the name was there, before all blocks were."""
+    tier = DiskTier(tmp_path, 10 * MIB)
+    await tier.write("g/a/1", memory, SIZE)
+    with written(tmp_path).open("r+b") as file:
+        file.seek(BLOCK)
+        file.write(bytes(BLOCK))
+    with pytest.raises(Damaged, match=f"byte {BLOCK}"):
+        await tier.read("g/a/1", memory)
+
+
+async def test_another_ones_file_is_not_taken_for_ours(tmp_path: Path, memory: int) -> None:
+    tier = DiskTier(tmp_path, 10 * MIB)
+    await tier.write("g/a/1", memory, SIZE)
+    first = written(tmp_path)
+    await tier.write("g/b/1", memory, SIZE)
+    second = next(path for path in files(tmp_path) if path != first)
+    os.replace(first, second)
+    with pytest.raises(Damaged, match="'g/a/1'"):
+        await tier.read("g/b/1", memory)
+
+
+async def test_a_full_tier_or_disk_refuses_and_leaves_nothing(
+    tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NoDisk, match="bytes left"):
+        await DiskTier(tmp_path, SIZE - 1).write("g/a/1", memory, SIZE)
+    tier = DiskTier(tmp_path, 10 * MIB)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(NoDisk, match="No space left"):
+        await tier.write("g/a/1", memory, SIZE)
+    assert (tier.used, files(tmp_path)) == (0, [])
+
+
+# ── the budget ─────────────────────────────────────────────────────────────
+
+
+async def filled(buffers: HostBuffers, name: str, size: int) -> bytes:
+    await buffers.reserve(name, size)
+    content = random.Random(name).randbytes(size)
+    os.pwrite(buffers.descriptor(name), content, 0)
+    return content
+
+
+async def test_the_longest_idle_state_goes_to_disk_and_comes_back(tmp_path: Path) -> None:
+    buffers = HostBuffers(5 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    saved = {name: await filled(buffers, name, 2 * MIB) for name in ("g/a/1", "g/b/1")}
+    await buffers.fetch("g/a/1")  # used since
+    await filled(buffers, "g/c/1", 2 * MIB)
+    assert [buffers.spilled(name) for name in ("g/a/1", "g/b/1", "g/c/1")] == [0, 2 * MIB, 0]
+    assert buffers.used <= buffers.budget
+    assert os.fstat(buffers.descriptor("g/b/1")).st_size == 0  # who reads it unasked gets an error
+    await buffers.fetch("g/b/1")
+    assert os.pread(buffers.descriptor("g/b/1"), 2 * MIB, 0) == saved["g/b/1"]
+    assert buffers.spilled("g/a/1") == 2 * MIB
+    await buffers.fetch("g/a/1")
+    assert os.pread(buffers.descriptor("g/a/1"), 2 * MIB, 0) == saved["g/a/1"]
+    buffers.free("g/a/1")
+    buffers.close()
+
+
+async def test_pages_without_content_are_given_back_before_content_goes_to_disk(tmp_path: Path) -> None:
+    buffers = HostBuffers(5 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    await filled(buffers, "g/a/1", 2 * MIB)
+    await filled(buffers, "g/b/1", 2 * MIB)
+    buffers.release("g/b/1")
+    before = buffers.generation("g/b/1")
+    await filled(buffers, "g/c/1", 2 * MIB)
+    assert buffers.disk is not None
+    assert (buffers.disk.used, buffers.size("g/b/1")) == (0, 0)
+    assert buffers.generation("g/b/1") > before
+    buffers.close()
+
+
+async def test_what_does_not_fit_is_refused_with_the_figures_and_changes_nothing(tmp_path: Path) -> None:
+    buffers = HostBuffers(5 * MIB, disk=DiskTier(tmp_path, MIB))
+    await filled(buffers, "g/a/1", 4 * MIB)
+    with pytest.raises(NoHostMemory, match=r"4 MiB of 5 MiB hold other state .* disk tier has 1 MiB left"):
+        await buffers.reserve("g/b/1", 3 * MIB)
+    assert (buffers.used, buffers.held, buffers.spilled("g/a/1")) == (4 * MIB, 4 * MIB, 0)
+    buffers.close()
+
+
+async def test_state_in_use_stays_in_memory(tmp_path: Path) -> None:
+    buffers = HostBuffers(5 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    buffers.idle = lambda name: name != "g/a/1"
+    await filled(buffers, "g/a/1", 2 * MIB)
+    await filled(buffers, "g/b/1", 2 * MIB)
+    await filled(buffers, "g/c/1", 2 * MIB)
+    assert buffers.spilled("g/b/1") == 2 * MIB
+    with pytest.raises(NoHostMemory):
+        await buffers.reserve("g/d/1", 4 * MIB)
+    buffers.close()
+
+
+async def test_state_that_is_wanted_while_it_goes_to_disk_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = DiskTier(tmp_path, 20 * MIB)
+    buffers = HostBuffers(5 * MIB, disk=disk)
+    content = await filled(buffers, "g/a/1", 4 * MIB)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    write = disk.write
+
+    async def slow(name: str, fd: int, size: int) -> None:
+        begun.set()
+        await go_on.wait()
+        await write(name, fd, size)
+
+    monkeypatch.setattr(disk, "write", slow)
+    other = asyncio.create_task(buffers.reserve("g/b/1", 4 * MIB))
+    await begun.wait()
+    fetching = asyncio.create_task(buffers.fetch("g/a/1"))
+    await asyncio.sleep(0)
+    go_on.set()
+    await fetching
+    with pytest.raises(NoHostMemory, match="in use"):
+        await other
+    assert os.pread(buffers.descriptor("g/a/1"), 4 * MIB, 0) == content
+    assert (disk.used, buffers.used) == (0, 4 * MIB)
+    buffers.close()
+
+
+async def test_one_job_has_its_share_only() -> None:
+    buffers = HostBuffers(64 * MIB, per_job=4 * MIB)
+    await buffers.reserve("g/a/r/1/1", 3 * MIB)
+    with pytest.raises(NoHostMemory, match="job a may keep 4 MiB in host memory and has 5 MiB"):
+        await buffers.reserve("g/a/r/2/2", 2 * MIB)
+    await buffers.reserve("g/b/r/3/3", 4 * MIB)
+    buffers.close()
+
+
+async def test_memory_is_made_ready_only_where_it_is_plenty() -> None:
+    buffers = HostBuffers(4 * MIB)
+    await buffers.reserve("g/a/1", 3 * MIB, hold=False)
+    assert buffers.held == 0
+    with pytest.raises(NoHostMemory, match="short"):
+        await buffers.reserve("g/b/1", 3 * MIB, hold=False)
+    await buffers.reserve("g/b/1", 3 * MIB)  # in earnest: what was only ready is lent
+    assert buffers.size("g/a/1") == 0
+    buffers.close()
+
+
+# ── real processes ─────────────────────────────────────────────────────────
+
+
+async def test_three_jobs_take_turns_where_memory_holds_the_state_of_one(node: Node) -> None:
+    agent = await node.start(budget=100 * MIB, host=100 * MIB, disk_budget=400 * MIB)
+    jobs = ("job-a", "job-b", "job-c")
+    running = {}
+    for epoch, job in enumerate(jobs, start=1):
+        await node.orchestrator.make_resident(GROUP, job, epoch)
+        running[job] = await node.workload(job, size=70 * MIB)
+    for epoch, job in enumerate((*jobs, *jobs), start=4):
+        report = await node.orchestrator.make_resident(GROUP, job, epoch)
+        assert report.done.restored, report
+        assert (await running[job].until("moved_in"))["intact"]
+        status = await node.status()
+        assert sum(member.host_bytes - member.disk_bytes for member in status.members) <= 100 * MIB
+        assert sum(member.disk_bytes for member in status.members) >= 70 * MIB
+        assert status.groups[0].disk_used_bytes >= 70 * MIB
+    assert agent.peak_device_bytes[GROUP] <= 100 * MIB
+
+
+async def test_spilled_state_outlives_the_agent(node: Node) -> None:
+    agent = await node.start(budget=100 * MIB, host=100 * MIB, disk_budget=400 * MIB)
+    running = {}
+    for epoch, job in enumerate(("job-a", "job-b", "job-c"), start=1):
+        await node.orchestrator.make_resident(GROUP, job, epoch)
+        running[job] = await node.workload(job, size=70 * MIB)
+    await agent.stop()
+    await node.run_again(listen=agent.address)
+    for job in ("job-a", "job-b"):
+        await running[job].until("gave_back", ok=True)
+    for epoch, job in enumerate(("job-a", "job-b"), start=10):
+        report = await node.orchestrator.make_resident(GROUP, job, epoch)
+        assert report.done.restored, report
+        assert (await running[job].until("moved_in"))["intact"]
+
+
+async def test_a_damaged_file_loses_that_job_and_no_other(node: Node) -> None:
+    await node.start(budget=100 * MIB, host=100 * MIB, disk_budget=400 * MIB, stuck_grace=0.2)
+    running = {}
+    for epoch, job in enumerate(("job-a", "job-b", "job-c"), start=1):
+        await node.orchestrator.make_resident(GROUP, job, epoch)
+        running[job] = await node.workload(job, size=70 * MIB)
+    with written(node.folder / "state" / "saved").open("r+b") as file:
+        file.seek(5 * MIB)
+        file.write(b"nonsense")
+    lost = await node.orchestrator.make_resident(GROUP, "job-a", 10)
+    assert "damaged" in lost.failed.reason
+    assert lost.failed.culprit == "job-a"
+    back = await node.orchestrator.make_resident(GROUP, "job-b", 11)
+    assert back.done.restored
+    assert (await running["job-b"].until("moved_in"))["intact"]
+    assert contexts(back.done.residency)["job-a"] == "LOST"
+
+
+async def test_what_no_memory_holds_is_refused_before_the_holder_is_touched(node: Node) -> None:
+    await node.start(budget=100 * MIB, host=40 * MIB)
+    holder = await node.workload("job-a", size=70 * MIB)
+    await node.orchestrator.make_resident(GROUP, "job-a", 1)
+    refused = await node.orchestrator.make_resident(GROUP, "job-b", 2)
+    assert refused.failed.culprit == "job-b"
+    assert "host memory" in refused.failed.reason
+    assert contexts(refused.failed.residency) == {"job-a": "LIVE"}
+    await holder.do("drop")
+    assert not any(said["event"] == "moved_out" for said in holder.said)
