@@ -128,6 +128,31 @@ async def test_a_restore_out_of_memory_is_final(world: CudaWorld) -> None:
     assert len(world.node.calls("begin-restore")) == 1
 
 
+@pytest.mark.parametrize("code", [1, 304, 999])
+async def test_a_restore_that_began_nothing_may_be_asked_for_again(world: CudaWorld, code: int) -> None:
+    """Checkpointed by the driver's word, and nothing on the device by NVML's."""
+    job = await world.job()
+    await world.backend.snapshot(job.members, op="1")
+    world.node.fault("restore", job.pids[0], "error", code)
+    with pytest.raises(MoveError) as caught:
+        await world.backend.restore(job.members, op="2")
+    assert not caught.value.lost
+    world.node.heal()
+    await world.backend.restore(job.members, op="3")
+    assert await job.intact()
+
+
+async def test_a_process_that_the_driver_gave_up_is_lost(world: CudaWorld) -> None:
+    job = await world.job()
+    await world.backend.snapshot(job.members, op="1")
+    world.node.fault("restore", job.pids[0], "poison", count=1)
+    for attempt in ("2", "3"):
+        with pytest.raises(MoveError) as caught:
+            await world.backend.restore(job.members, op=attempt)
+        assert caught.value.lost
+    assert len(world.node.calls("begin-restore")) == 1
+
+
 async def test_a_hanging_call_is_a_fault_and_the_other_job_goes_on(world: CudaWorld) -> None:
     await world.start({"base_seconds": 1.0})
     a, b = await world.job("a", ranks=2, size=2 * MIB), await world.job("b", size=2 * MIB)

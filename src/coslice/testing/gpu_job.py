@@ -9,6 +9,7 @@ that many programs like itself, as ranks of one job.
 import argparse
 import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -88,10 +89,15 @@ def main() -> None:
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--managed", action="store_true")
     parser.add_argument("--children", type=int, default=0)
+    parser.add_argument("--map", help="a file to keep mapped, as a library would")
     parser.add_argument("--probe", action="store_true", help="initialise CUDA, hold no device memory")
     options = parser.parse_args()
     if options.children:
         return lead(options)
+    mapped = None
+    if options.map:
+        with open(options.map, "r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 0)
     if options.probe:
         ctypes.CDLL("libcuda.so.1").cuInit(0)
         device = None
@@ -116,6 +122,7 @@ def main() -> None:
         elif word == "work":
             device.work()
             say(event="worked", pid=os.getpid())
+    del mapped
     return None
 
 

@@ -290,9 +290,10 @@ class CudaBackend(ProcessBackend):
         self.driver_seconds += moves.driver_seconds
         if failures:
             why = "; ".join(failure.text for failure in failures)
-            await self._ledger.step(entry, "parked", fault=why)
+            lost = any(failure.final for failure in failures)
+            await self._ledger.step(entry, "parked", fault=why if lost else "")
             raise MoveError(
-                f"the state of {entry.job} did not come back: {why}", lost=True, pid=failures[0].pid
+                f"the state of {entry.job} did not come back: {why}", lost=lost, pid=failures[0].pid
             )
         await self._ledger.drop(entry.key)
         return sum(target.bytes for target in away)

@@ -7,6 +7,7 @@ restore otherwise ends the process that is restored. Decides nothing.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import socket
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from coslice.agent.backends.cuda_calls import GUARDED, UNKNOWN_STATE, Pair, Reply, Request, State
+from coslice.agent.backends.cuda_calls import GUARDED, UNAVAILABLE, UNKNOWN_STATE, Pair, Reply, Request, State
 
 NEEDED = (
     "CUcheckpointLockArgs",
@@ -117,7 +118,8 @@ class Driver:
 
     def _uuid(self, text: str) -> Any:
         value = self._cuda.CUuuid()
-        value.bytes = bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
+        data = bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
+        ctypes.memmove(value.getPtr(), data, 16)  # the bindings only read it
         return value
 
     def _state(self, pid: int) -> int:
@@ -154,9 +156,11 @@ def serve(channel: socket.socket) -> None:
             request = decode(message)
             reply = Reply() if request.action == "hello" else _guarded(driver, request)
         except Unavailable as error:
-            reply = Reply(code=-1, name=str(error))
-        except ValueError as error:  # a state or code that these bindings do not know
-            reply = Reply(code=-1, name=f"cuda-bindings did not understand the driver: {error}")
+            reply = Reply(code=UNAVAILABLE, name=str(error))
+        except (
+            Exception
+        ) as error:  # the bindings', such as a state that they do not know: the next call may do
+            reply = Reply(code=UNAVAILABLE, name=f"cuda-bindings failed: {error!r}")
         channel.send(encode(reply))
 
 

@@ -179,8 +179,13 @@ class Moves:
             reply, state = tried
             if state in (State.LOCKED, State.RUNNING):
                 return None
-            last = _failure(target, "restore", reply, state, final=True)
-            if state is not State.CHECKPOINTED or reply.code in DEFINITE or not await untouched(target):
+            begun = (
+                state is not State.CHECKPOINTED
+                or reply.code == api.OUT_OF_MEMORY
+                or not await untouched(target)
+            )
+            last = _failure(target, "restore", reply, state, final=begun)
+            if begun or reply.code in DEFINITE:
                 break
         return last
 
