@@ -38,7 +38,10 @@ FAREWELL_S = 2.0
 class Backoff:
     """Growing waits between attempts to connect: the network does not tell when a server comes back."""
 
-    _FIRST_S, _LAST_S = 0.05, 2.0
+    _FIRST_S, _LAST_S = (
+        0.05,
+        1.0,
+    )  # the last below ``OrchestratorConfig.resettle``: back in time for its place
 
     def __init__(self) -> None:
         self._next = self._FIRST_S
