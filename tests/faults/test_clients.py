@@ -72,10 +72,15 @@ def test_c10_one_faulted_job_blocks_no_other_and_may_register_again(cluster: Clu
     assert a.expect("error")["kind"] == "JobFaulted"
     assert b.turn()
     a.kill()
-    cluster.until("pool", lambda group: all(job.sessions == 0 for job in group.jobs if job.job == "job-a"))
-    b.leave()
     again = cluster.job("job-a", mib=40)
-    again.turn()
+    cluster.until("pool", lambda group: all(job.sessions == 0 for job in group.jobs if job.job == "job-a"))
+    b.acquire()  # the newcomer registers while the device is another's
+    again.tell("acquire")
+    cluster.until_waiting("job-a")
+    b.yield_()
+    again.expect("granted")
+    again.yield_()
+    b.turn()
 
 
 def test_c15_a_name_used_again_starts_clean(cluster: Cluster) -> None:
@@ -86,13 +91,21 @@ def test_c15_a_name_used_again_starts_clean(cluster: Cluster) -> None:
     a.acquire()
     others = a.digest()
     a.yield_()
-    b.turn()
+    b.acquire()
+    bs = b.digest()
+    b.yield_()
     a.kill()
     cluster.until("pool", forgotten)
-    b.leave()
-    again = cluster.job("job-a", mib=40)
+    again = cluster.job("job-a", mib=40)  # B's state is on the device: the newcomer's is set aside at once
     again.acquire()
-    assert again.digest() not in (others, "")
+    own = again.digest()
+    assert own not in (others, bs)
+    again.yield_()
+    b.acquire()
+    assert b.digest() == bs
+    b.yield_()
+    again.acquire()
+    assert again.digest() == own
     again.yield_()
 
 
