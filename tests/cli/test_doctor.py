@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.conftest import Start, coslice
+from cli.conftest import ENVIRONMENT, Start, coslice
 
 from coslice.agent.discovery.survey import Gpu, Survey
 from coslice.cli.doctor import examine
 from coslice.cli.doctor_facts import Finding, Level, Machine
 from coslice.cli.doctor_jobs import engines
 from coslice.cli.doctor_node import NODE_CHECKS
+from coslice.cli.main import main
 from coslice.testing.engines import FakeEngine
 
 GIB = 1 << 30
@@ -312,8 +313,18 @@ def test_a_job_is_moved_by_hand_and_back(up: Start) -> None:
         ),
     ],
 )
-def test_moving_by_hand_refuses_with_one_line(arguments: list[str], status: int, words: str) -> None:
-    result = coslice(*arguments)
-    assert result.returncode == status
-    assert words in result.stderr
-    assert len([line for line in result.stderr.splitlines() if line.startswith("coslice:")]) == 1
+def test_moving_by_hand_refuses_with_one_line(
+    arguments: list[str],
+    status: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["coslice", *arguments])
+    monkeypatch.setattr(os, "environ", dict(ENVIRONMENT))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == status
+    assert words in said
+    assert len(said.strip().splitlines()) == 1

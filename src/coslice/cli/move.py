@@ -7,15 +7,15 @@ in a group are moved by their lock, and refused here.
 import json
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import grpc
 import typer
 
-from coslice.agent.client import AgentClient, AgentUnreachable, Moved
-from coslice.cli.rpc import agent_status
 from coslice.errors import ConfigError
 from coslice.sizes import format_size
+
+if TYPE_CHECKING:
+    from coslice.agent.client import Moved
 
 Job = Annotated[str, typer.Option("--job", "-j", metavar="NAME", help="The job, as it registered.")]
 Pid = Annotated[
@@ -57,6 +57,8 @@ def snapshot(
     Returns when the device memory was measured to be free. A job that is in host memory already stays there.
     After a failure its state is on the device, as it was.
     """
+    from coslice.agent.client import AgentClient
+
     name, pids = _named(job, pid, agent)
     with AgentClient(agent) as client:
         done = _waited(
@@ -76,6 +78,8 @@ def restore(
     json: Json = False,
 ) -> None:
     """Bring a job's state back onto the device: [b]coslice restore --job judge[/b]"""
+    from coslice.agent.client import AgentClient
+
     name, _ = _named(job, pid, agent)
     with AgentClient(agent) as client:
         done = _waited(f"bringing {name} back", lambda: client.restore_and_wait(name, timeout=timeout))
@@ -89,6 +93,11 @@ def add(app: typer.Typer) -> None:
 
 def _named(job: str, pid: list[int] | None, agent: str) -> tuple[str, tuple[int, ...]]:
     """The job, also where only its processes are named."""
+    import grpc
+
+    from coslice.agent.client import AgentUnreachable
+    from coslice.cli.rpc import agent_status
+
     pids = tuple(pid or ())
     if not job and not pids:
         raise ConfigError("which job? Say --job NAME (or --pid); `coslice doctor` lists what has registered")
@@ -112,7 +121,7 @@ def _named(job: str, pid: list[int] | None, agent: str) -> tuple[str, tuple[int,
     return found.pop(), pids
 
 
-def _waited(what: str, move: Callable[[], Moved]) -> Moved:
+def _waited(what: str, move: "Callable[[], Moved]") -> "Moved":
     print(f"{what} …", file=sys.stderr)
     try:
         return move()
@@ -121,7 +130,7 @@ def _waited(what: str, move: Callable[[], Moved]) -> Moved:
         raise SystemExit(130) from None
 
 
-def _tell(job: str, state: str, done: Moved, *, as_json: bool) -> None:
+def _tell(job: str, state: str, done: "Moved", *, as_json: bool) -> None:
     if as_json:
         facts = {"job": job, "state": state, "bytes": done.bytes, "seconds": done.seconds}
         print(json.dumps(facts | {"reason": done.reason}))

@@ -6,7 +6,7 @@ own. Knows no engine and sends nothing.
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 _LISTEN = "0A"
 """TCP state of a listening socket in ``/proc/net/tcp`` (Linux, include/net/tcp_states.h)."""
@@ -14,16 +14,33 @@ _LISTEN = "0A"
 
 def tree(pid: int) -> tuple[int, ...]:
     """``pid`` and all its descendants that live now, parents first; empty if it has ended."""
+    if _parent(pid) is None:
+        return ()
+    below = _children if os.path.exists(f"/proc/{pid}/task/{pid}/children") else _looked_up()
+    found = [pid]
+    for each in found:  # grows while we walk it
+        found += [child for child in sorted(below(each)) if _parent(child) is not None]
+    return tuple(found)
+
+
+def _children(pid: int) -> list[int]:
+    """By the kernel's own lists (proc_pid_task(5)), which almost every kernel has."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    except OSError:  # it has ended meanwhile
+        pass
+    return found
+
+
+def _looked_up() -> Callable[[int], list[int]]:
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (parent := _parent(int(name))) is not None:
             children.setdefault(parent, []).append(int(name))
-    if _parent(pid) is None:
-        return ()
-    found = [pid]
-    for each in found:  # grows while we walk it
-        found += sorted(children.get(each, ()))
-    return tuple(found)
+    return lambda pid: children.get(pid, [])
 
 
 def listens(pids: Collection[int], port: int) -> bool | None:

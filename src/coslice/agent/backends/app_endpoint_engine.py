@@ -341,7 +341,7 @@ class Engine:
             declared=self.target.declared,
             last_asleep=entry.asleep_bytes,
             device=self.target.device,
-            processes=len(tree(self.target.pid)),
+            processes=1 if self.target.device == "host" else len(tree(self.target.pid)),
         )
 
     async def _moved(self) -> float:

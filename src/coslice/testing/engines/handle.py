@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -63,6 +62,8 @@ class FakeEngine:
         return self._process.poll() is not None
 
     def _ask(self, method: str, path: str, body: object = None) -> Any:
+        import urllib.request  # not needed by the server process, which imports this package too
+
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
