@@ -134,7 +134,9 @@ class Backends:
                 "all the same"
             )
         if wanted:
-            return parse_backend(wanted[0]).name
+            name = parse_backend(wanted[0]).name
+            self.named(name)
+            return name
         return self._default
 
     def choose(self, members: Sequence[Member], *, explicit: str = "") -> Backend:
