@@ -119,7 +119,7 @@ async def test_a_ticket_is_of_no_use_to_whom_it_was_passed_on(node: Node) -> Non
         assert owner.stdout is not None
         async with asyncio.timeout(PATIENCE):
             ticket = json.loads(await owner.stdout.readline())["ticket"]
-        flags = ["--ticket", ticket]
+        flags = [f"--ticket={ticket}"]  # one may begin with a dash
         if in_its_name:  # a stolen ticket makes its owner a member, and gives the thief none of its memory
             flags += ["--pid", str(owner.pid), "--start-time", str(start_time(owner.pid))]
             await node.workload("job-a", *flags, size=MIB)

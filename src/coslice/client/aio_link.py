@@ -206,7 +206,7 @@ _links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, AioLink]
 def link_for(config: ClientConfig, user: object) -> AioLink:
     """This loop's link of the job."""
     assert config.address is not None
-    config.credentials.metadata(config.address)  # what is wrong with them is said here and now
+    config.credentials.check(config.address)
     links = _links.setdefault(asyncio.get_running_loop(), {})
     key = (config.address, config.job, config.incarnation, config.rank)
     link = links.get(key)

@@ -298,7 +298,7 @@ _guard = threading.Lock()
 def link_for(config: ClientConfig, user: object) -> Link:
     """The process's link of this job: every client of the same job shares it."""
     assert config.address is not None
-    config.credentials.metadata(config.address)  # what is wrong with them is said here and now
+    config.credentials.check(config.address)
     key = (config.address, config.job, config.incarnation, config.rank)
     with _guard:
         link = _links.get(key)

@@ -66,6 +66,12 @@ class Credentials:
                 )
         return (("authorization", f"Bearer {token}"),)
 
+    def check(self, address: str) -> None:
+        """Raise ``ConfigError`` for what is wrong with them, here and now."""
+        self.metadata(address)
+        if self.encrypted:
+            self._tls()
+
     def _tls(self) -> "grpc.ChannelCredentials":
         import grpc
 
