@@ -184,3 +184,19 @@ async def test_what_an_agent_said_before_an_echo_counts_for_whoever_asks_after_i
         await a.ask("pool")
         assert (await stream.read()).make_resident.job == "job-a"
         stream.cancel()
+
+
+async def test_nodes_with_state_on_disk_are_told_who_is_next(world: World) -> None:
+    await world.start()
+    spills = await world.agent(node="n0")
+    spills.on_disk = 1 << 20
+    spills.push("pool")
+    other = await world.agent(node="n1")
+    a, b, c = [await world.client(job) for job in ("job-a", "job-b", "job-c")]
+    granted = await a.acquire("pool")
+    await b.ask("pool")
+    await spills.wait_for(lambda: spills.expected == ["job-b"])
+    await c.ask("pool")
+    await a.give(granted)
+    await spills.wait_for(lambda: spills.expected == ["job-b", "job-c"])
+    assert other.expected == []

@@ -11,7 +11,7 @@ import grpc
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.ids import Epoch, GroupId, NodeId, check_name
+from coslice.core.ids import Epoch, GroupId, JobId, NodeId, check_name
 from coslice.orchestrator import convert
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.outbox import End, Outbox
@@ -37,6 +37,7 @@ class Agents:
     def __init__(self, *, groups: Groups, clock: Clock, instance: str) -> None:
         self._groups, self._clock, self._instance = groups, clock, instance
         self._links: dict[NodeId, Link] = {}
+        self._expected: dict[GroupId, JobId] = {}
         self._stopping = False
 
     def attached(self, node: NodeId) -> bool:
@@ -52,6 +53,20 @@ class Agents:
         link = self._links.get(effect.node)
         if link is not None and group in link.locks:
             link.outbox.put(pb.AgentCommand(forget_job=pb.ForgetJob(group=group, job=effect.job)))
+
+    def changed(self, group: GroupId) -> None:
+        """Tell nodes that have saved state on disk who is next, so that it can be fetched meanwhile."""
+        lock = self._groups.get(group)
+        if lock is None or not lock.state.waiters:
+            self._expected.pop(group, None)
+            return
+        job = lock.state.waiters[0].job
+        if self._expected.get(group) == job:
+            return
+        self._expected[group] = job
+        for view in lock.state.views:
+            if view.facts.disk_used and (link := self._links.get(view.node)) and group in link.locks:
+                link.outbox.put(pb.AgentCommand(expect=pb.Expect(group=group, job=job)))
 
     def refusal(self, hello: pb.AgentHello) -> str | None:
         """Why this agent cannot attach, or None. Raises ``ValueError`` for malformed names."""

@@ -122,6 +122,7 @@ class OrchestratorApp:
         def changed(group: GroupId) -> None:
             watchers.changed(group)
             upstream.changed(group)
+            agents.changed(group)
 
         groups = Groups(
             config,

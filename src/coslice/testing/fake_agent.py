@@ -86,6 +86,10 @@ class FakeAgent:
         self.instance = instance or uuid.uuid4().hex[:8]
         self.behaviour = behaviour or instant()
         self.states = dict(states or {})
+        self.on_disk = 0
+        """Bytes of saved state that it says lie on disk."""
+        self.expected: list[str] = []
+        """Jobs that it was told are next."""
         self.forgotten: list[tuple[str, str]] = []
         """Groups and jobs that it was told to forget."""
         self.ended: list[pb.EndedProcess] = []
@@ -199,6 +203,8 @@ class FakeAgent:
             self._begin(command.make_resident)
         elif kind == "forget_job":
             self.forgotten.append((command.forget_job.group, command.forget_job.job))
+        elif kind == "expect":
+            self.expected.append(command.expect.job)
         await self._tell()
 
     async def _tell(self) -> None:
@@ -257,6 +263,7 @@ class FakeAgent:
             ended=self.ended,
             device_budget_bytes=self._budget,
             device_used_bytes=used,
+            disk_used_bytes=self.on_disk,
         )
 
 
