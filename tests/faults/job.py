@@ -4,7 +4,7 @@ Loads what it needs, then waits for ``begin`` before it registers: several load 
 the order that the test says. Obeys lines on stdin (``acquire``, ``yield``, ``digest``, ``leave``), one after
 the other; says what happened as JSON lines on stdout. ``--stall-snapshot``: says when its snapshot begins and
 never finishes it.
-``--fail-restore``: what was saved never comes back.
+``--fail-restore``: what was saved never comes back. ``--late``: has no state before it is told ``register``.
 """
 
 import argparse
@@ -38,7 +38,8 @@ class Job:
     def __init__(self, options: argparse.Namespace) -> None:
         self.client = coslice.connect()
         self.state: list[object] = []
-        if options.state:
+        self.options = options
+        if options.state and not options.late:
             self.register(options)
 
     def register(self, options: argparse.Namespace) -> None:
@@ -60,6 +61,9 @@ class Job:
             case "acquire":
                 grant = self.client.acquire(timeout=BOUND)
                 say("granted", epoch=grant.leases[0].epoch, restored=grant.restored)
+            case "register":
+                self.register(self.options)
+                say("registered")
             case "yield":
                 self.client.yield_()
                 say("yielded")
@@ -73,6 +77,7 @@ class Job:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--state", type=int, default=0)
+    parser.add_argument("--late", action="store_true")
     parser.add_argument("--stall-snapshot", action="store_true")
     parser.add_argument("--fail-restore", action="store_true")
     options = parser.parse_args()
