@@ -50,6 +50,8 @@ class Entry(Struct, frozen=True, kw_only=True):
     discard: bool = False
     awake_bytes: int = 0
     """Device memory before it was told to sleep."""
+    freed: int = 0
+    """What it gave up when it went to sleep."""
     asleep_bytes: int = -1
     """Device memory the last time it slept; -1: never did."""
     cycles: int = 0

@@ -10,6 +10,7 @@ called back; what is known of each engine is in the ledger.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -32,11 +33,13 @@ from coslice.agent.backends.base import (
 )
 from coslice.agent.backends.resolve import parse_backend
 from coslice.agent.endpoints import allowed_endpoint
-from coslice.agent.endpoints_ledger import CODEC, KEY, Ledger, Phase
+from coslice.agent.endpoints_ledger import CODEC, KEY, Entry, Ledger, Phase
 from coslice.agent.members import Member
 from coslice.errors import ConfigError
 from coslice.store.slot import Slot
 from coslice.workload.listening import listens, started, tree
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 JOB_SETTINGS = ("url", "engine")
@@ -99,7 +102,7 @@ class AppEndpointBackend(Defaults):
         return any(
             entry.phase is not Phase.AWAKE and started(entry.pid) == entry.started
             for member in members
-            for entry in self._ledger.under(_prefix(member)).values()
+            for entry in self._known(member).values()
         )
 
     async def start(self) -> None:
@@ -127,14 +130,14 @@ class AppEndpointBackend(Defaults):
 
     async def retire(self, members: Sequence[Member]) -> Sequence[ProcessRef]:
         """The engine's own processes: whoever registered may not be their parent for long."""
-        refs = dict[int, ProcessRef]()
-        for member in members:
-            for entry in self._ledger.under(_prefix(member)).values():
-                if started(entry.pid) == entry.started:
-                    for pid in tree(entry.pid):
-                        if (at := started(pid)) is not None:
-                            refs[pid] = ProcessRef(pid, at)
-        return tuple(refs.values())
+        engines = {entry.pid: entry.started for m in members for entry in self._known(m).values()}
+        try:
+            engines |= {target.pid: target.started for target in await self._targets(members)}
+        except MoveError as error:
+            log.debug("%s", error)  # it may have ended, or be another's by now
+        pids = {pid for engine, at in engines.items() if started(engine) == at for pid in tree(engine)}
+        pids -= {member.pid for member in members}
+        return tuple(ProcessRef(pid, at) for pid in sorted(pids) if (at := started(pid)) is not None)
 
     async def close(self) -> None:
         """What is under way goes on to its end for a while: a request that was sent cannot be called back."""
@@ -148,6 +151,9 @@ class AppEndpointBackend(Defaults):
         self._engines.clear()
 
     # ── members and their engines ──────────────────────────────────────────
+
+    def _known(self, member: Member) -> dict[str, Entry]:
+        return self._ledger.under(_prefix(member))
 
     async def _members_out(
         self, members: Sequence[Member], targets: Sequence[Target], mode: str, tags: Sequence[str]
@@ -182,14 +188,17 @@ class AppEndpointBackend(Defaults):
         """
         found: list[Target] = []
         for member in members:
-            known = self._ledger.under(_prefix(member))
-            asleep = {
-                key: entry
-                for key, entry in known.items()
-                if entry.phase is not Phase.AWAKE and started(entry.pid) == entry.started
-            }
+            asleep = [entry for entry in self._known(member).values() if entry.phase is not Phase.AWAKE]
+            for entry in asleep:
+                if started(entry.pid) != entry.started:
+                    raise MoveError(
+                        f"process {entry.pid}, the engine of {member.job} at {entry.url}, ended in its "
+                        "sleep: what it held is lost",
+                        lost=True,
+                        pid=entry.pid,
+                    )
             if asleep and not member.backend:
-                found += [_target(member, entry.url, entry.pid, entry.engine) for entry in asleep.values()]
+                found += [_target(member, entry.url, entry.pid, entry.engine) for entry in asleep]
                 continue
             settings = parse_backend(member.backend).settings if member.backend else {}
             try:

@@ -182,8 +182,10 @@ class Engine:
         if not alive:
             raise self._error("died when it went to sleep, although it answered success")
         partial = set(entry.tags) != {WEIGHTS, KV_CACHE}
-        await self._put(cycles=entry.cycles + 1, asleep_bytes=entry.asleep_bytes if partial else used)
-        return entry.awake_bytes - used, used
+        freed = entry.awake_bytes - used
+        asleep = entry.asleep_bytes if partial else used
+        await self._put(cycles=entry.cycles + 1, asleep_bytes=asleep, freed=freed)
+        return freed, used
 
     async def undo(self) -> None:
         """As it was before: awake and serving. Raises ``MoveError`` (lost) if it is neither any more."""
@@ -238,8 +240,8 @@ class Engine:
             await self._well(dialect, entry)
         except (Refused, NoAnswer, Unwell) as error:
             raise await self._lost(f"woke, but {error}") from None
-        await self._put(phase=Phase.AWAKE, tags=(), reason="")
-        return max(0, entry.awake_bytes - before)
+        await self._put(phase=Phase.AWAKE, tags=(), reason="", freed=0)
+        return entry.freed or max(0, entry.awake_bytes - before)
 
     async def settle(self) -> None:
         """After a crash of the agent: find out what came of the last request, if one was open."""
