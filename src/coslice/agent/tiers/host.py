@@ -164,7 +164,7 @@ class HostBuffers:
         try:
             await self._make_room(name)
             # Touching gigabytes takes seconds: not on the loop.
-            await asyncio.to_thread(os.posix_fallocate, file.fd, 0, size)
+            await _to_its_end(os.posix_fallocate, file.fd, 0, size)
         except OSError as error:
             file.charged, file.held = old, held
             raise NoHostMemory(
@@ -175,9 +175,9 @@ class HostBuffers:
             file.charged, file.held = old, held
             raise
         finally:
+            file.held = held
             if self._files.get(name) is not file:  # freed while it grew
                 os.close(file.fd)
-        file.held = held
 
     async def fetch(self, name: str) -> None:
         """Have the file's content in memory; raises ``NoHostMemory`` or ``disk.Damaged`` (it is lost)."""
@@ -293,6 +293,16 @@ class HostBuffers:
         punch(file.fd, file.charged)
         file.charged = 0
         file.generation += 1
+
+
+async def _to_its_end(function: Callable[..., None], *args: object) -> None:
+    """In a thread. Also whoever is cancelled waits for it: meanwhile the file is not what its record says."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait((work,))
+        raise
 
 
 def _job(name: str) -> str:
