@@ -36,6 +36,7 @@ from coslice.core.holdings import (
     find,
     in_transit,
     mib,
+    same_word,
 )
 from coslice.core.ids import MemberId
 from coslice.core.node_leaving import leaving_overdue, snapshot_failed
@@ -75,7 +76,7 @@ def step(holdings: Holdings, event: NodeEvent) -> Step[Holdings, NodeEffect]:
     advance(turn)
     forget_old_losses(turn)
     effects = tuple(turn.effects)
-    if facts(turn.holdings) != facts(holdings):
+    if not same_word(holdings, turn.holdings) and facts(turn.holdings) != facts(holdings):
         turn.set(version=holdings.version + 1)
         effects = (fx.PushFacts(), *effects)  # first, so that a report is never ahead of what it reports
     return Step(turn.holdings, effects, tuple(turn.reasons))

@@ -6,8 +6,6 @@ Deadlines act only in ``DeadlinePassed``: whatever else was queued before it (a 
 last moment) is heard first.
 """
 
-from collections.abc import Iterator
-
 from msgspec.structs import replace
 
 from coslice.core import effects as fx
@@ -20,30 +18,21 @@ from coslice.core.turn import Turn
 
 def next_deadline(group: Group) -> float | None:
     """When ``DeadlinePassed`` is due if nothing else happens first, in seconds on the driver's clock."""
-    return min(_deadlines(group), default=None)
-
-
-def _deadlines(group: Group) -> Iterator[float]:
-    for session in group.lost:
-        yield session.deadline
+    due = [session.deadline for session in group.lost]
     if group.settle_by is not None:
-        yield group.settle_by
+        due.append(group.settle_by)
     for view in group.views:
         if not view.attached:
-            yield view.detached_at + group.rules.node_loss
+            due.append(view.detached_at + group.rules.node_loss)
     if group.reserved is not None:
-        yield group.reserved.until
+        due.append(group.reserved.until)
     if group.waiters:
-        for stuck in group.stuck:
-            yield stuck.retry_at
+        due += [stuck.retry_at for stuck in group.stuck]
     held = group.occupancy
     if isinstance(held, Held):
-        for holder in active(held):
-            if holder.confirm_by is not None:
-                yield holder.confirm_by
-        for due in (_overrun_at(group, held), _ask_at(group, held)):
-            if due is not None:
-                yield due
+        due += [h.confirm_by for h in active(held) if h.confirm_by is not None]
+        due += [at for at in (_overrun_at(group, held), _ask_at(group, held)) if at is not None]
+    return min(due) if due else None
 
 
 def passed(turn: Turn) -> None:
@@ -127,7 +116,9 @@ def _overrun_at(group: Group, held: Held) -> float | None:
 
 
 def _ask_at(group: Group, held: Held) -> float | None:
+    if held.asked or not group.waiters:
+        return None
     waiting = [w.since for w in group.waiters if has_live_ask(group, w)]
-    if held.asked or not waiting:
+    if not waiting:
         return None
     return max(held.since, min(waiting)) + group.rules.quantum

@@ -127,7 +127,8 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
             deadlines.passed(turn)
         case _:
             assert_never(event)
-    sessions.bury(turn)
+    if turn.group.lost:
+        sessions.bury(turn)
     if turn.group.settle_by is not None and not missing(turn.group):
         turn.set(settle_by=None)
     if turn.group.policy:
@@ -306,7 +307,7 @@ def _keep_books(turn: Turn, before: Group) -> None:
     """What follows from the rest: since when, whether the holder is waited for, records nobody needs."""
     group = turn.group
     was, now = before.occupancy, group.occupancy
-    if type(was) is not type(now) or occupant(before) != occupant(group):
+    if was is not now and (type(was) is not type(now) or occupant(before) != occupant(group)):
         turn.set(since=turn.at)
     if isinstance(now, Held):
         contended = bool(group.waiters)
@@ -315,5 +316,7 @@ def _keep_books(turn: Turn, before: Group) -> None:
         elif not contended and now.contended_since is not None:
             spent = now.contended_s + max(0.0, turn.at - now.contended_since)
             turn.set(occupancy=replace(now, contended_s=spent, contended_since=None))
-    if any(not r.sessions and r.fault is None for r in group.jobs):
-        turn.set(jobs=tuple(r for r in group.jobs if r.sessions or r.fault is not None))
+    if group.jobs is not before.jobs:
+        kept = tuple([r for r in group.jobs if r.sessions or r.fault is not None])
+        if len(kept) < len(group.jobs):
+            turn.set(jobs=kept)

@@ -213,15 +213,24 @@ PARKED = frozenset({ContextState.SAVED, ContextState.LEAVING, ContextState.RETUR
 
 
 def view_of(group: Group, node: NodeId) -> NodeView | None:
-    return next((v for v in group.views if v.node == node), None)
+    for view in group.views:
+        if view.node == node:
+            return view
+    return None
 
 
 def record_of(group: Group, job: JobId) -> JobRecord | None:
-    return next((r for r in group.jobs if r.job == job), None)
+    for record in group.jobs:
+        if record.job == job:
+            return record
+    return None
 
 
 def context_of(view: NodeView, job: JobId) -> ContextFact | None:
-    return next((c for c in view.facts.contexts if c.job == job), None)
+    for context in view.facts.contexts:
+        if context.job == job:
+            return context
+    return None
 
 
 def on_device(group: Group) -> Iterator[tuple[NodeId, ContextFact]]:
@@ -235,11 +244,10 @@ def is_on_device(group: Group, job: JobId) -> bool:
 
 def occupant(group: Group) -> JobId | None:
     """The job that the accelerators belong to now, if any (of a swap, the one that comes)."""
-    match group.occupancy:
-        case Empty():
-            return None
-        case Resident(job=job) | Held(job=job) | Swapping(incoming=job):
-            return job
+    on = group.occupancy
+    if isinstance(on, Held | Resident):
+        return on.job
+    return on.incoming if isinstance(on, Swapping) else None
 
 
 def is_lost(group: Group, session: SessionId) -> bool:
@@ -272,11 +280,13 @@ def open_asks(group: Group) -> Iterator[Ask]:
 
 
 def active(held: Held) -> tuple[Holder, ...]:
-    return tuple(h for h in held.holders if h.state is HolderState.ACTIVE)
+    return tuple([h for h in held.holders if h.state is HolderState.ACTIVE])
 
 
 def blockers(group: Group, job: JobId) -> tuple[Stuck, ...]:
     """What keeps ``job`` from being loaded: every stuck evictee on a node where it is not loaded itself."""
+    if not group.stuck:
+        return ()
     return tuple(s for s in group.stuck if s.job != job and not _is_live(group, s.node, job))
 
 
@@ -288,12 +298,16 @@ def _is_live(group: Group, node: NodeId, job: JobId) -> bool:
 
 def missing(group: Group) -> tuple[Waiter, ...]:
     """The waiters of whom nobody is connected, the one being swapped in first."""
+    if not group.lost:
+        return ()
     return tuple(w for w in waiting(group) if not has_live_ask(group, w))
 
 
 def eligible(group: Group) -> tuple[Waiter, ...]:
     """The waiters that may be granted now, in the order of the queue."""
     queue = group.waiters
+    if not group.lost and not group.stuck:
+        return queue
     if group.settle_by is not None:
         ahead = next((i for i, w in enumerate(queue) if not has_live_ask(group, w)), len(queue))
         queue = queue[:ahead]

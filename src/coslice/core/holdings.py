@@ -135,7 +135,10 @@ class Context(Struct, frozen=True, kw_only=True):
 
     @property
     def bytes(self) -> int:
-        return sum(m.bytes for m in self.members)
+        total = 0
+        for member in self.members:
+            total += member.bytes
+        return total
 
     @property
     def divisible(self) -> bool:
@@ -196,11 +199,17 @@ def mib(n: int) -> str:
 
 
 def find(holdings: Holdings, job: JobId) -> Context | None:
-    return next((c for c in holdings.contexts if c.job == job), None)
+    for context in holdings.contexts:
+        if context.job == job:
+            return context
+    return None
 
 
 def in_transit(holdings: Holdings) -> Context | None:
-    return next((c for c in holdings.contexts if isinstance(c.place, Leaving | Returning)), None)
+    for context in holdings.contexts:
+        if isinstance(context.place, Leaving | Returning):
+            return context
+    return None
 
 
 def reserve(holdings: Holdings, context: Context) -> int:
@@ -212,7 +221,10 @@ def reserve(holdings: Holdings, context: Context) -> int:
     Only a job that declared its need stays beside another. What an undeclared one used so far (building, a
     first rollout) may be a tenth of its first training step, and then somebody has to be killed.
     """
-    declared = max(context.need, max((m.need for m in context.members), default=0))
+    declared = context.need
+    for member in context.members:
+        if member.need > declared:
+            declared = member.need
     return max(least(holdings, context), declared) if declared else 0
 
 
@@ -222,10 +234,13 @@ def least(holdings: Holdings, context: Context) -> int:
     With a part of it there, what that part uses now and the parts in host memory come together.
     """
     peak = min(context.peak, holdings.device_budget) if holdings.device_budget else context.peak
-    coming = sum(m.bytes for m in context.members if m.parked)
+    size, coming = context.bytes, 0
     if isinstance(context.place, Partly):
         coming = context.place.saved
-    return max(peak, context.bytes, context.use + coming if coming < context.bytes else 0)
+    else:
+        for member in context.members:
+            coming += member.bytes if member.parked else 0
+    return max(peak, size, context.use + coming if coming < size else 0)
 
 
 def restores_into(holdings: Holdings, job: JobId, declared: int) -> int:
@@ -245,12 +260,12 @@ def need_of(holdings: Holdings, job: JobId, declared: int) -> int:
 def occupies(context: Context) -> bool:
     """Is the device not known to be free of it? A lost job still is there while its processes are."""
     match context.place:
+        case Saved():
+            return False
         case Live() | Leaving() | Partly() | Returning():
             return True
         case Lost():
             return bool(context.members) and context.use > 0
-        case Saved():
-            return False
         case _:
             assert_never(context.place)
 
@@ -262,7 +277,8 @@ def others(holdings: Holdings, job: JobId) -> list[Context]:
         known = context.job in holdings.recent
         return (-holdings.recent.index(context.job) if known else -len(holdings.recent), context.job)
 
-    return sorted((c for c in holdings.contexts if c.job != job and occupies(c)), key=age)
+    found = [c for c in holdings.contexts if c.job != job and occupies(c)]
+    return sorted(found, key=age) if len(found) > 1 else found
 
 
 def taken(holdings: Holdings, context: Context) -> int:
@@ -277,7 +293,11 @@ def taken(holdings: Holdings, context: Context) -> int:
 
 
 def residuals(holdings: Holdings, *, but: JobId) -> int:
-    return sum(c.place.residual for c in holdings.contexts if isinstance(c.place, Saved) and c.job != but)
+    total = 0
+    for context in holdings.contexts:
+        if isinstance(context.place, Saved) and context.job != but:
+            total += context.place.residual
+    return total
 
 
 def fits_beside(holdings: Holdings, job: JobId, need: int, beside: Iterable[Context]) -> bool:
@@ -306,15 +326,30 @@ def fit_text(holdings: Holdings, need: int, beside: Iterable[Context]) -> str:
     return f"{word} fit: {' + '.join(mib(n) for n in (*shares, need))} of {mib(holdings.device_budget)}"
 
 
+def same_word(before: Holdings, after: Holdings) -> bool:
+    """Are ``facts`` of both equal for sure? True only where all that they are made of is the very same."""
+    return (
+        before.contexts is after.contexts
+        and before.ended is after.ended
+        and before.recent == after.recent
+        and before.rules is after.rules
+        and before.version == after.version
+        and (before.device_budget, before.host_budget) == (after.device_budget, after.host_budget)
+        and before.accelerator == after.accelerator
+    )
+
+
 def facts(holdings: Holdings) -> NodeFacts:
     """Our word on what is here. ``LIVE`` is said only of a job that may be granted without a command."""
+    used = 0
+    for context in holdings.contexts:
+        used += context.place.residual if isinstance(context.place, Saved) else context.use
     return NodeFacts(
         version=holdings.version,
-        contexts=tuple(_fact(holdings, c) for c in holdings.contexts),
+        contexts=tuple([_fact(holdings, c) for c in holdings.contexts]),
         ended=holdings.ended,
         device_budget=holdings.device_budget,
-        device_used=sum(c.use for c in holdings.contexts if not isinstance(c.place, Saved))
-        + sum(c.place.residual for c in holdings.contexts if isinstance(c.place, Saved)),
+        device_used=used,
         host_budget=holdings.host_budget,
         host_used=saved_bytes(holdings),
         accelerator=holdings.accelerator,
@@ -322,8 +357,13 @@ def facts(holdings: Holdings) -> NodeFacts:
 
 
 def saved_bytes(holdings: Holdings) -> int:
-    whole = sum(c.place.bytes for c in holdings.contexts if isinstance(c.place, Saved))
-    return whole + sum(c.place.saved for c in holdings.contexts if isinstance(c.place, Partly))
+    total = 0
+    for context in holdings.contexts:
+        if isinstance(context.place, Saved):
+            total += context.place.bytes
+        elif isinstance(context.place, Partly):
+            total += context.place.saved
+    return total
 
 
 def _fact(holdings: Holdings, context: Context) -> ContextFact:
@@ -332,7 +372,7 @@ def _fact(holdings: Holdings, context: Context) -> ContextFact:
         job=context.job,
         state=state,
         bytes=context.bytes,
-        pids=tuple(m.pid for m in context.members),
+        pids=tuple([m.pid for m in context.members]),
         incarnation=context.incarnation,
         reason=reason,
     )
@@ -344,9 +384,9 @@ def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
             return ContextState.LEAVING, reason
         case Live():
             beside = others(holdings, context.job)
-            need = reserve(holdings, context)
             if not beside:
                 return ContextState.LIVE, ""
+            need = reserve(holdings, context)
             if fits_beside(holdings, context.job, need, beside):
                 return ContextState.LIVE, fit_text(holdings, need, beside)
             names = ", ".join(c.job for c in beside)

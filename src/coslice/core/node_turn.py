@@ -38,10 +38,11 @@ class NodeTurn:
     def put(self, context: Context) -> None:
         """Store a context in its place, or at the end if the job is new."""
         held = self.holdings.contexts
-        if any(c.job == context.job for c in held):
-            self.set(contexts=tuple(context if c.job == context.job else c for c in held))
-        else:
-            self.set(contexts=(*held, context))
+        for i, old in enumerate(held):
+            if old.job == context.job:
+                self.set(contexts=(*held[:i], context, *held[i + 1 :]))
+                return
+        self.set(contexts=(*held, context))
 
     def move(self, context: Context, place: Place, **changes: object) -> None:
         self.put(replace(context, place=place, **changes))

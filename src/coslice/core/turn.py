@@ -37,14 +37,19 @@ class Turn:
     def put_record(self, record: JobRecord) -> None:
         """Store a job's record in its place, or at the end if it is new."""
         jobs = self.group.jobs
-        if any(r.job == record.job for r in jobs):
-            self.set(jobs=tuple(record if r.job == record.job else r for r in jobs))
-        else:
-            self.set(jobs=(*jobs, record))
+        for i, old in enumerate(jobs):
+            if old.job == record.job:
+                self.set(jobs=(*jobs[:i], record, *jobs[i + 1 :]))
+                return
+        self.set(jobs=(*jobs, record))
 
     def put_view(self, view: NodeView) -> None:
-        others = [v for v in self.group.views if v.node != view.node]
-        self.set(views=tuple(sorted([*others, view], key=lambda v: v.node)))
+        views = self.group.views
+        for i, old in enumerate(views):
+            if old.node == view.node:
+                self.set(views=(*views[:i], view, *views[i + 1 :]))
+                return
+        self.set(views=tuple(sorted([*views, view], key=lambda v: v.node)))
 
     def take_asks(self, *, job: JobId | None = None, session: SessionId | None = None) -> tuple[Ask, ...]:
         """Remove the open requests of a job, or of a session, from the queue and from a running swap."""
