@@ -228,7 +228,7 @@ class AgentApp:
 
     async def _serve(self, registry: Registry, buffers: HostBuffers, backend: Backends) -> None:
         direct = DirectApi(
-            self.members, backend, self.groups, instance=self.instance, timeout=self.config.move_timeout
+            self.members, backend, self.groups, instance=self.instance, adopt=registry.adopt
         )
         service = AgentService(
             registry=registry,

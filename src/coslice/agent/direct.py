@@ -6,7 +6,7 @@ durable: where a job's state is, its processes say themselves when they register
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -19,7 +19,11 @@ from coslice.core.ids import GroupId, JobId, check_name
 from coslice.errors import ConfigError
 
 NO_GROUP = GroupId("")
+WHOLE = "cuda"
+"""What moves processes that an administrator names, unless the request says."""
 T = TypeVar("T")
+Adopt = Callable[[str, Sequence[int], str], None]
+"""Job, pids, backend; raises ``ConfigError``."""
 
 
 class DirectRefused(Exception):
@@ -36,11 +40,12 @@ class DirectApi:
         groups: Mapping[GroupId, object],
         *,
         instance: str,
-        timeout: float,
+        adopt: Adopt,
     ) -> None:
-        """``instance`` makes the names of operations unlike those of an earlier agent."""
-        self._members, self._backend, self._groups, self._timeout = members, backend, groups, timeout
-        self._instance = instance
+        """``instance`` makes the names of operations unlike those of an earlier agent. ``adopt`` makes members
+        of processes that an administrator names."""
+        self._members, self._backend, self._groups = members, backend, groups
+        self._instance, self._adopt = instance, adopt
         self._locks: dict[JobId, asyncio.Lock] = {}
         self._count = 0
 
@@ -62,6 +67,8 @@ class DirectApi:
                 "naming processes needs the admin role (an agent with --token-secret, and a token of "
                 "`coslice token create --role admin`): name the job, its registered processes are known",
             )
+        if pids and not self._members.of_job(NO_GROUP, JobId(job)):
+            self._take_in(job, pids, backend)
         self._check_backend(backend, self._find(job))
         async with self._turn(job):
             members = _named(self._find(job), pids)  # again: it may have waited long
@@ -95,7 +102,7 @@ class DirectApi:
         backend: str,
     ) -> Snapshotted:
         try:
-            async with asyncio.timeout(timeout or self._timeout):
+            async with asyncio.timeout(timeout or self._backend.deadline_for(members)):
                 return await self._backend.snapshot(
                     members, op=self._name(job), mode=mode, tags=tags, backend=backend
                 )
@@ -108,7 +115,7 @@ class DirectApi:
 
     async def _move_in(self, job: str, members: Sequence[Member], timeout: float) -> Restored:
         try:
-            async with asyncio.timeout(timeout or self._timeout):
+            async with asyncio.timeout(timeout or self._backend.deadline_for(members)):
                 return await self._backend.restore(members, op=self._name(job))
         except (MoveError, TimeoutError) as error:
             raise _failed(job, "restore", error) from None
@@ -150,11 +157,29 @@ class DirectApi:
         self._count += 1
         return f"direct/{self._instance}/{job}/{self._count}"
 
-    def _find(self, job: str) -> tuple[Member, ...]:
+    def _take_in(self, job: str, pids: Sequence[int], backend: str) -> None:
+        """Processes that registered nothing become members of the job, by an administrator's word."""
+        self._check_name(job)
+        for member in self._members:
+            if member.pid in pids:
+                raise DirectRefused(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"process {member.pid} is registered as one of job {member.job}: name that job",
+                )
+        try:
+            self._adopt(job, pids, backend or WHOLE)
+        except ConfigError as error:
+            raise DirectRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+    @staticmethod
+    def _check_name(job: str) -> None:
         try:
             check_name("job", job)
         except ValueError as error:
             raise DirectRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+    def _find(self, job: str) -> tuple[Member, ...]:
+        self._check_name(job)
         groups = [group for group in self._members.groups_of(JobId(job)) if group in self._groups]
         if groups:
             raise DirectRefused(

@@ -7,17 +7,17 @@ group hears of it: nobody gets device memory by registering.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from coslice.agent.backends.base import MoveError
-from coslice.agent.backends.resolve import Backends
+from coslice.agent.backends.resolve import Backends, parse_backend
 from coslice.agent.buffers import HostBuffers, same_token
 from coslice.agent.config import AgentConfig, buffer_socket
 from coslice.agent.convert import refusal_code
 from coslice.agent.group import ServedGroup
 from coslice.agent.host import AnonymousMemory, Gone
 from coslice.agent.members import Member, Members, OpenChannel, member_id
-from coslice.agent.processes import Process, owner
+from coslice.agent.processes import Process, owner, start_time
 from coslice.agent.tickets import Tickets, pids_of
 from coslice.core import holdings as core
 from coslice.core.ids import GroupId, Incarnation, JobId, check_name
@@ -88,6 +88,26 @@ class Registry:
         # heard that it was set aside.
         await self._heard()
         channel.send(pb.WorkloadCommand(admitted=pb.Admitted()))
+
+    def adopt(self, job: str, pids: Sequence[int], backend: str) -> None:
+        """Make members of processes that did not register, for a backend that moves them whole. By an
+        administrator's word; raises ``ConfigError``."""
+        self._backend.check_job(backend)
+        name = parse_backend(backend).name
+        if not self._backend.named(name).capabilities().whole_process:
+            raise ConfigError(f"backend {name} needs the processes' own help: they register, none is named")
+        found = {pid: start_time(pid) for pid in pids}
+        if gone := [str(pid) for pid, started in found.items() if started is None]:
+            raise ConfigError(f"no such process: {', '.join(gone)}")
+        first = min(pids)
+        incarnation = Incarnation(f"named-{first}-{found[first]}")
+        for pid, started in sorted(found.items()):
+            device = "cuda" if name == "cuda" else "host"
+            message = pb.Register(job=job, pid=pid, start_time=started, device=device, backend=backend)
+            try:
+                self._new(message, incarnation)
+            except RegistrationRefused as refusal:
+                raise ConfigError(str(refusal)) from None
 
     def remembered(
         self, group: ServedGroup, job: JobId, stored: core.Member, incarnation: Incarnation, base: int | None

@@ -172,6 +172,13 @@ class Backends:
         """The longest of any that may be asked."""
         return max(backend.deadline(size) for backend in self._made.values())
 
+    def deadline_for(self, members: Sequence[Member]) -> float:
+        size = sum(max(member.usage(), member.state_bytes) for member in members)
+        try:
+            return self.choose(members).deadline(size)
+        except (ConfigError, MoveError):
+            return self.deadline(size)
+
     async def snapshot(
         self,
         members: Sequence[Member],
