@@ -227,9 +227,7 @@ class AgentApp:
         )
 
     async def _serve(self, registry: Registry, buffers: HostBuffers, backend: Backends) -> None:
-        direct = DirectApi(
-            self.members, backend, self.groups, instance=self.instance, adopt=registry.adopt
-        )
+        direct = DirectApi(self.members, backend, self.groups, instance=self.instance, adopt=registry.adopt)
         service = AgentService(
             registry=registry,
             members=self.members,

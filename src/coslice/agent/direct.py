@@ -42,8 +42,8 @@ class DirectApi:
         instance: str,
         adopt: Adopt,
     ) -> None:
-        """``instance`` makes the names of operations unlike those of an earlier agent. ``adopt`` makes members
-        of processes that an administrator names."""
+        """``instance`` makes the names of operations unlike those of an earlier agent. ``adopt`` makes
+        members of processes that an administrator names."""
         self._members, self._backend, self._groups = members, backend, groups
         self._instance, self._adopt = instance, adopt
         self._locks: dict[JobId, asyncio.Lock] = {}

@@ -96,9 +96,11 @@ class Registry:
         name = parse_backend(backend).name
         if not self._backend.named(name).capabilities().whole_process:
             raise ConfigError(f"backend {name} needs the processes' own help: they register, none is named")
-        found = {pid: start_time(pid) for pid in pids}
-        if gone := [str(pid) for pid, started in found.items() if started is None]:
-            raise ConfigError(f"no such process: {', '.join(gone)}")
+        found = dict[int, int]()
+        for pid in pids:
+            if (started := start_time(pid)) is None:
+                raise ConfigError(f"there is no process {pid}")
+            found[pid] = started
         first = min(pids)
         incarnation = Incarnation(f"named-{first}-{found[first]}")
         for pid, started in sorted(found.items()):
