@@ -35,6 +35,7 @@ class Table:
         self.units = units
         self.judged: dict[tuple[int, ...], tuple[Any, int]] = {}
         """What ``judge`` said of a group: its verdicts, and the row."""
+        self.judged_finally: dict[tuple[int, ...], tuple[Any, int]] = {}
         turns = [turn for unit in units for turn in unit.turns]
         self.off = np.array([turn.off for turn in turns])
         self.on = np.array([turn.on for turn in turns])

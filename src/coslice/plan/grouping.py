@@ -16,7 +16,7 @@ _MOST_TOLD = 1000
 
 def _budget(units: int) -> float:
     """Seconds, by default: what people wait for without wondering; a thousand jobs within one."""
-    return 2.0 if units <= 300 else 0.65 if units <= 1200 else units / 1000
+    return 2.0 if units <= 300 else 0.45 if units <= 1200 else units / 1000
 
 
 class Grouping:

@@ -5,6 +5,7 @@ keep its bounds when all begin at once, as in ``coslice simulate``, and on avera
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,10 @@ _LENGTHS = (
     (128, 60.0, 3, 1200, False),
     (1 << 62, 24.0, 3, 300, False),
 )
-"""How every group of a plan is judged in the end: up to so many units in all, rounds, starts, most turns, and
+"""How groups are judged while a plan is made: up to so many units in all, rounds, starts, most turns, and
 whether exactly. Few units are played as long as ``coslice simulate`` lasts by default."""
+_IN_THE_END = (200.0, 1, 4000, True)
+"""The groups of a plan of many units, once more, as ``coslice simulate`` plays them."""
 MARGIN = 1.0
 """Slowdowns are compared with bound × this."""
 
@@ -44,19 +47,34 @@ class Verdicts:
 
 
 def judge_fully(table: Table, groups: Sequence[Sequence[int]]) -> Verdicts:
-    """The verdict that a plan rests on. The same for a group whenever it is asked for, and played once."""
-    known = table.judged
+    """What a search goes by. The same for a group whenever it is asked for, and played once."""
+    length = next(row for row in _LENGTHS if len(table.units) <= row[0])
+    return _remembered(table, table.judged, groups, length[1:])
+
+
+def judge_finally(table: Table, groups: Sequence[Sequence[int]]) -> Verdicts:
+    """What a plan rests on: as long as ``coslice simulate``."""
+    if len(table.units) <= _LENGTHS[0][0]:
+        return judge_fully(table, groups)
+    return _remembered(table, table.judged_finally, groups, _IN_THE_END)
+
+
+def _remembered(
+    table: Table,
+    known: dict[tuple[int, ...], tuple[Any, int]],
+    groups: Sequence[Sequence[int]],
+    length: tuple[float, int, int, bool],
+) -> Verdicts:
     new = [group for group in dict.fromkeys(map(tuple, groups)) if group not in known]
     if new:
-        _, rounds, starts, most, exactly = next(row for row in _LENGTHS if len(table.units) <= row[0])
+        rounds, starts, most, exactly = length
         seen = judge(table, new, rounds=rounds, starts=starts, most=most, exactly=exactly)
         for row, group in enumerate(new):
             known[group] = (seen, row)
     found = Verdicts(len(groups), max(map(len, groups)))
     for number, some in enumerate(groups):
-        group = tuple(some)
-        seen, row = known[group]
-        width = len(group)
+        seen, row = known[tuple(some)]
+        width = len(some)
         found.ok[number], found.held[number], found.swap[number] = (
             seen.ok[row],
             seen.held[row],

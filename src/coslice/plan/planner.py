@@ -67,7 +67,8 @@ def plan(
 
 def units_of(profiles: Sequence[Profile], cluster: Cluster, max_slowdown: float) -> list[Unit]:
     """Every pool of every profile, in their order."""
-    limit = CYCLES if len(profiles) <= 200 else 32  # of many jobs, the last cycles say enough
+    # Of many jobs, the last cycles say enough: building all of them would take longer than the search.
+    limit = CYCLES if len(profiles) <= 200 else 64 if len(profiles) <= 500 else 32
     units = []
     for profile in profiles:
         job = cluster.jobs.get(profile.name)

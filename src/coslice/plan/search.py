@@ -14,7 +14,7 @@ import rustworkx
 from msgspec import Struct
 
 from coslice.plan.batch import Floats, Ints, Table
-from coslice.plan.judge import judge, judge_fully
+from coslice.plan.judge import Verdicts, judge, judge_finally, judge_fully
 
 BLOCK = 400
 """Groups matched at once: the time grows with more than the square, and partners have similar periods."""
@@ -28,6 +28,7 @@ _TRIES, _LOOKS, _PATIENCE = 300, 24, 12
 
 Members = tuple[int, ...]
 Allowed = Callable[[Members], bool]
+Judge = Callable[[Table, Sequence[Members]], Verdicts]
 
 
 class Searched(Struct):
@@ -61,6 +62,8 @@ def search(
     if _merge(table, found, may, max_jobs, price):  # what verification set free may find others
         _verify(table, found)
     _local(table, found, may, max_jobs, price, deadline, random.Random(seed))
+    while _verify(table, found, judge_finally):
+        pass  # what is left of a group that failed is judged as well
     return found
 
 
@@ -223,12 +226,12 @@ def _estimate(features: _Features, left: Ints, right: Ints) -> Floats:
 # ── making sure, and improving ─────────────────────────────────────────────
 
 
-def _verify(table: Table, found: Searched) -> None:
-    """Longer, from several starts. A group that fails loses a member, or falls apart."""
+def _verify(table: Table, found: Searched, judged: Judge = judge_fully) -> bool:
+    """Longer, from several starts. A group that fails loses a member, or falls apart. Was there one?"""
     groups = [group for group in found.groups if len(group) > 1]
     if not groups:
-        return
-    verdicts = judge_fully(table, groups)
+        return False
+    verdicts = judged(table, groups)
     failed: list[Members] = []
     for row, group in enumerate(groups):
         if verdicts.ok[row]:
@@ -236,20 +239,19 @@ def _verify(table: Table, found: Searched) -> None:
         else:
             failed.append(group)
             found.refused[group] = tuple(float(x) for x in verdicts.slowdown[row, : len(group)])
-    if not failed:
-        return
     gone = set(failed)
     found.groups = [group for group in found.groups if group not in gone]
     for group in failed:
-        found.groups += _less(table, found, group)
+        found.groups += _less(table, found, group, judged)
+    return bool(failed)
 
 
-def _less(table: Table, found: Searched, group: Members) -> list[Members]:
+def _less(table: Table, found: Searched, group: Members, judged: Judge) -> list[Members]:
     singles: list[Members] = [(unit,) for unit in group]
     if len(group) == 2:
         return singles
     parts = [group[:k] + group[k + 1 :] for k in range(len(group))]
-    verdicts = judge_fully(table, parts)
+    verdicts = judged(table, parts)
     fine = [k for k in range(len(parts)) if verdicts.ok[k]]
     if not fine:
         return singles

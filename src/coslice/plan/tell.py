@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from coslice.core.duty import duty_bound
 from coslice.plan.batch import Table
-from coslice.plan.judge import judge_fully
+from coslice.plan.judge import judge_finally
 from coslice.plan.model import Group, Member
 from coslice.plan.predict import predict
 from coslice.plan.search import Members
@@ -33,7 +33,7 @@ def tell(table: Table, groups: Sequence[Members]) -> list[Told]:
     few = len(shared) <= FEW
     told: dict[Members, Told] = {}
     if shared:
-        seen = judge_fully(table, shared)
+        seen = judge_finally(table, shared)
         for row, group in enumerate(shared):
             some = [units[u] for u in group]
             told[group] = Told(

@@ -162,6 +162,8 @@ def _is_table(names: list[str], rows: list[list[str]]) -> bool:
 
 
 def _split(line: str, comma: bool) -> list[str]:
+    if comma and '"' not in line:
+        return [cell.strip() for cell in line.split(",")]
     if comma:
         return [cell.strip() for cell in next(csv.reader(io.StringIO(line)), [])]
     return line.replace("#", " ").split()
