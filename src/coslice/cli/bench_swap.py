@@ -81,11 +81,13 @@ def _alone(size: int, rounds: int) -> dict[str, Any]:
         job.do("keep_aside")
         state = job.do("register", name="alone")
         _swap(agent, "alone")  # the first one makes the host memory
-        swaps, plain, huge, copies, memcpy = [], [], [], [], []
+        swaps, outs, backs, plain, huge, copies, memcpy = [], [], [], [], [], [], []
         for _ in range(rounds):
             job.do("step")
             wall, answers = _swap(agent, "alone")
             swaps.append(wall)
+            outs.append(answers[0].seconds)
+            backs.append(answers[1].seconds)
             copies.append(sum(answer.copy_s for answer in answers))
             plain.append(job.do("plain_swap"))
             huge.append(job.do("plain_swap", huge=True))
@@ -105,6 +107,8 @@ def _alone(size: int, rounds: int) -> dict[str, Any]:
             "state_bytes": state,
             "threads": job.threads,
             "swap_s": median(swaps),
+            "snapshot_s": median(outs),
+            "restore_s": median(backs),
             "plain_swap_s": median(plain),
             "copy_s": median(copies),
             "memcpy_s": median(memcpy),
@@ -163,7 +167,10 @@ def _pair(
 
 
 def _overlap(size: int, rounds: int) -> dict[str, Any]:
-    """Jobs of nearly the whole device, each on a core of its own, as jobs are that do not share them."""
+    """Jobs of nearly the whole device, each on a core of its own, as jobs are that do not share them.
+
+    The plain copies are made in processes that register nothing: a device has no room for them.
+    """
     device = size // 2
     state = device * 9 // 10
     cores = sorted(os.sched_getaffinity(0))
@@ -173,19 +180,20 @@ def _overlap(size: int, rounds: int) -> dict[str, Any]:
             agent = cluster.agent(name, device, *settings)
             pair = [cluster.job(agent, size=state, cores=[cores[i % len(cores)]]) for i in range(2)]
             for index, job in enumerate(pair):
-                job.do("keep_aside")
                 job.do("register", name=f"{name}-{index}", group=name, orchestrator=cluster.orchestrator)
             pairs.append(pair)
+        first, second = [cluster.job(agent, size=state, cores=[cores[i % len(cores)]]) for i in range(2)]
+        for job in (first, second):
+            job.do("keep_aside")
         walls: list[list[float]] = [[], []]
         at_once, one_by_one = [], []
         for number in range(rounds + 2):
             for index in range(2):
                 for pair, wall in zip(pairs, walls, strict=True):
                     wall.append(pair[index].do("turn")["seconds"])
-            first, second = pairs[1]  # the second has the device, the first has kept its bytes aside
             if number >= 2:
-                at_once.append(_both(second, first))
-                one_by_one.append(second.do("half_swap", back=False) + second.do("half_swap", back=True))
+                at_once.append(_both(first, second))
+                one_by_one.append(first.do("half_swap", back=False) + second.do("half_swap", back=True))
     together, serial = walls[0][4:], walls[1][4:]
     return {
         "overlap_ratio": _ratio(together, serial),
