@@ -6,13 +6,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 from agent.conftest import GROUP, MIB, Node, Process, contexts
 from agent.cuda_world import PATIENCE, libraries, look_again
 
 from coslice.agent.config import GroupDevices
+from coslice.cli.security import make_token
 from coslice.core.ids import GroupId
+from coslice.security import tokens
+from coslice.testing import gpu_job
 from coslice.testing.fake_cuda import FakeNode, uuid
+from coslice.wire.v1 import coslice_pb2 as pb
+from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
 JOB = Path(__file__).with_name("cuda_hooks_job.py")
 DEVICES = (GroupDevices(group=GroupId(GROUP), device_budget=0, accelerator="cuda"),)
@@ -185,3 +191,32 @@ async def test_a_stray_process_is_named_and_nobody_is_destroyed(
     report = await node.orchestrator.make_resident(GROUP, "job-a", 4)
     assert report.done.restored, report
     assert await intact(a)
+
+
+async def test_an_administrator_may_name_processes_that_registered_nothing(
+    node: Node, fake: FakeNode, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    tokens.create_secret(secret)
+    token = make_token("", secret=secret, role="admin", ttl="1h")
+    agent = await node.start(**CUDA, token_secret=str(secret))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, gpu_job.__file__, "--bytes", str(4 * MIB)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    job = Process(process)
+    node.processes.append(job)
+    await job.until("ready")
+    named = pb.SnapshotRequest(job="alone", pids=[process.pid])
+    async with grpc.aio.insecure_channel(agent.address) as channel:
+        stub, shown = rpc.AgentStub(channel), [("authorization", f"Bearer {token}")]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Snapshot(pb.SnapshotRequest(job="x", pids=[2**22 + 1]), metadata=shown)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        out = await stub.Snapshot(named, metadata=shown, timeout=PATIENCE)
+        assert out.bytes == 5 * MIB
+        assert fake.slots()[process.pid].state == "checkpointed"
+        back = await stub.Restore(pb.RestoreRequest(job="alone"), metadata=shown, timeout=PATIENCE)
+        assert back.bytes == 5 * MIB
+    assert await intact(job)
