@@ -4,9 +4,9 @@ Its state is anonymous memory (``mmap``) filled with a pattern. On MoveOut it co
 memory file and unmaps it; on MoveIn it maps it anew, copies it back and checks the pattern. Misbehaviour
 is chosen with ``--lie`` (says Moved, frees nothing), ``--hang`` (never answers), ``--busy N`` (BUSY for
 the first N moves), ``--die`` (exits on the first MoveOut), ``--slow S`` (answers MoveOut after S
-seconds), ``--refuse-back`` (MoveIn fails). Commands arrive as lines on stdin: ``grow N``, ``use N``
-(anonymous memory that is not state), ``drop``, ``reconnect``, ``check``, ``busy N``. Facts go out as
-JSON lines on stdout.
+seconds), ``--hold`` (answers none before it is told ``go``), ``--refuse-back`` (MoveIn fails). Commands
+arrive as lines on stdin: ``grow N``, ``use N`` (anonymous memory that is not state), ``drop``, ``reconnect``,
+``check``, ``busy N``, ``go``. Facts go out as JSON lines on stdout.
 """
 
 import argparse
@@ -58,6 +58,7 @@ class Workload:
         self.fd = -1
         self.call: grpc.Call | None = None
         self.restart = threading.Event()
+        self.went = threading.Event()
 
     def run(self) -> None:
         threading.Thread(target=self.commands, daemon=True).start()
@@ -152,6 +153,8 @@ class Workload:
             self.state = None
         say(event="moved_out")
         time.sleep(self.options.slow)
+        if self.options.hold and not self.went.wait(30):
+            os._exit(4)
         moved = pb.Moved(op=move.op, bytes=self.size, seconds=0.001)
         if self.options.device == "cuda":
             moved.device_bytes_before = self.size + MIB
@@ -205,6 +208,8 @@ class Workload:
                 say(event="checked", intact=self.intact())
             elif word == "busy":
                 self.busy = int(rest)
+            elif word == "go":
+                self.went.set()
             elif word == "drop":
                 self.extra.clear()
             elif word == "grow":
@@ -235,6 +240,7 @@ if __name__ == "__main__":
     parser.add_argument("--need", type=int, default=0)
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--busy", type=int, default=0)
+    parser.add_argument("--hold", action="store_true")
     for flag in ("lie", "hang", "die", "refuse-back"):
         parser.add_argument(f"--{flag}", action="store_true")
     Workload(parser.parse_args()).run()

@@ -1,12 +1,16 @@
 """Workloads that lie, hang, refuse or die: nobody else suffers, and the report says who and how much."""
 
+import asyncio
 import os
 import re
 import signal
 
 import pytest
 from agent.conftest import GROUP, MIB, Node, contexts
+from agent.fake_orchestrator import PATIENCE
 
+from coslice.agent.backends.app_channel import AppChannelBackend
+from coslice.agent.backends.base import MoveError
 from coslice.agent.config import GroupDevices
 from coslice.core.ids import GroupId
 
@@ -52,6 +56,22 @@ async def test_a_process_that_never_answers_is_killed_in_bounded_time(node: Node
     await node.orchestrator.make_resident(GROUP, "job-a", 1)
     assert (await node.orchestrator.make_resident(GROUP, "job-b", 2)).done.op
     assert await hanging.ended() == -signal.SIGKILL
+
+
+async def test_state_that_left_on_an_order_without_an_answer_has_left(node: Node) -> None:
+    """A process that is stopped in the middle of its move, and goes on, frees less on the next order."""
+    agent = await node.start(settle=0.1)
+    held = await node.workload("job-a", "--hold")
+    buffers, (member,) = agent.groups[GroupId(GROUP)]._buffers, tuple(agent.members)
+    first = asyncio.create_task(AppChannelBackend(buffers, move_timeout=1.0).snapshot([member], op="first"))
+    await held.until("moved_out")
+    with pytest.raises(MoveError, match="did not answer"):
+        await first
+    second = asyncio.create_task(AppChannelBackend(buffers, settle=0.1).snapshot([member], op="second"))
+    held.tell("go")
+    async with asyncio.timeout(PATIENCE):
+        assert (await second).bytes == 100 * MIB
+    assert member.parked
 
 
 async def test_state_that_left_after_the_deadline_is_brought_back(node: Node) -> None:

@@ -98,6 +98,8 @@ class Member:
     """Anonymous memory of the process itself, which is not state and never leaves."""
     full: int = 0
     """Anonymous memory before the state last began to leave."""
+    unsure: bool = False
+    """It did not answer an order to move out in time: some of the state may have left on it."""
     residual: int = 0
     """What was left on the device when its state had moved out; counts while it is parked."""
     process: Process | None = None
@@ -178,6 +180,7 @@ class Member:
             async with asyncio.timeout(timeout):
                 return await pending.answer
         except TimeoutError:
+            self.unsure = self.unsure or op.endswith(OUT)
             why = "did not answer" if self.connected else "has no channel to the agent and did not come back"
             raise MoveRefused(
                 f"process {self.pid} {why} within {timeout:g} s", pid=self.pid, unsure=True

@@ -86,8 +86,8 @@ class AppChannelBackend(Defaults):
         """``orders``: what each of ``leaving`` is to move."""
         began = time.monotonic()
         await self._make_room(leaving, orders)
-        for member in leaving:
-            member.full = _measure(member)
+        for member in leaving:  # what left on an order that it did not answer in time has left all the same
+            member.full = max(member.full if member.unsure else 0, _measure(member))
         if ahead is not None:
             ahead.begin(leaving)
         outcomes = await asyncio.gather(
@@ -108,6 +108,7 @@ class AppChannelBackend(Defaults):
             await self._roll_back(leaving, op)
             raise
         for member, order, answer in zip(leaving, orders, moved, strict=True):
+            member.unsure = False
             member.residual = _residual(member, answer)
             if order.mode == "discard":  # nothing is kept
                 self._buffers.free(member.buffer)
@@ -176,6 +177,7 @@ class AppChannelBackend(Defaults):
             raise MoveError(str(error), no_room=True, pid=member.pid) from None
         move = pb.MoveIn(op=f"{op}{BACK}", deadline_s=self._timeout)
         answer = await member.move(move.op, pb.WorkloadCommand(move_in=move), timeout=self._timeout)
+        member.unsure = False
         self._buffers.release(member.buffer)
         return answer
 
