@@ -20,6 +20,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 from soak import trouble, verdict
 from soak.job import reference
 from soak.live import Cluster, Gone
@@ -166,6 +168,7 @@ def figures(soak: Soak, said: verdict.Verdict, *, minutes: float, seed: int) -> 
             lost.append(f"{job} did not come to its last turn within {END:g} s")
             continue
         steps, digest = said.finals[job]
+        say(f"{job}: the undisturbed run of {steps} steps")
         if reference(job, soak.cluster.rows[job], steps) != digest:
             lost.append(f"{job}: its state after {steps} steps is not that of an undisturbed run")
     longest = said.longest
@@ -197,6 +200,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("build/soak.json"), help="figures go here")
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
+    torch.set_num_threads(1)
+    for ends in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ends, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_BLOCK, WAKE)
     folder = Path(tempfile.mkdtemp(prefix="coslice-soak-"))
     say(f"seed {seed}: {options.jobs} jobs on {options.groups} devices for {options.minutes:g} minutes")
@@ -208,12 +214,12 @@ def main() -> int:
             cluster.populate(groups=options.groups, jobs=options.jobs, rows=ROWS)
             soak = Soak(cluster, seed)
             soak.run(options.minutes)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WAKE)  # nobody is left to look after
         with (folder / "faults.jsonl").open("w") as file:
             file.writelines(json.dumps(vars(fault)) + "\n" for fault in soak.faults)
         said = verdict.judge(folder, cluster.groups, soak.faults)
-        say("computing the undisturbed runs")
         found = figures(soak, said, minutes=options.minutes, seed=seed)
-    except Interrupted:
+    except (Interrupted, KeyboardInterrupt):
         shutil.rmtree(folder)
         say("interrupted; nothing is left behind")
         return 130
