@@ -144,7 +144,7 @@ async def _hand_over(a: AsyncClient, b: AsyncClient, draw: random.Random, sample
     await a.acquire()
     while True:
         waiting = asyncio.create_task(b.acquire())
-        await asyncio.sleep(draw.uniform(0.4, 1.2))
+        await asyncio.sleep(draw.uniform(1.0, 3.0))
         begun = time.perf_counter()
         await a.yield_()
         await waiting
