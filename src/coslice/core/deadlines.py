@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from coslice.core import effects as fx
 from coslice.core import lease, membership, sessions
 from coslice.core.effects import ReasonCode
-from coslice.core.group_state import Group, Held, active, has_live_ask, missing
+from coslice.core.group_state import Group, Held, active, has_live_ask, missing, overdue_at
 from coslice.core.prose import names
 from coslice.core.turn import Turn
 
@@ -24,6 +24,8 @@ def next_deadline(group: Group) -> float | None:
     for view in group.views:
         if not view.attached:
             due.append(view.detached_at + group.rules.node_loss)
+        elif (overdue := overdue_at(group, view)) is not None:
+            due.append(overdue)
     if group.reserved is not None:
         due.append(group.reserved.until)
     if group.waiters:
@@ -49,6 +51,8 @@ def passed(turn: Turn) -> None:
     for view in turn.group.views:
         if not view.attached and view.detached_at + turn.group.rules.node_loss <= now:
             membership.left(turn, view.node, f"its agent was away for {turn.group.rules.node_loss:g} s")
+        elif (overdue := overdue_at(turn.group, view)) is not None and overdue <= now:
+            membership.hung(turn, view)
     due = [s for s in turn.group.stuck if s.retry_at <= now]
     if due and turn.group.waiters:
         turn.set(stuck=tuple(s for s in turn.group.stuck if s.retry_at > now))

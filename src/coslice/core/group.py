@@ -108,9 +108,11 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
         case ev.NodeReported():
             membership.reported(turn, event.node, event.facts)
         case ev.OpSucceeded():
+            membership.answered(turn, event)
             membership.note(turn, event.node, event.facts)
             swap.succeeded(turn, event)
         case ev.OpFailed():
+            membership.answered(turn, event)
             membership.note(turn, event.node, event.facts)
             swap.failed(turn, event)
         case ev.NodesChanged():
@@ -127,8 +129,6 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
             deadlines.passed(turn)
         case _:
             assert_never(event)
-    if turn.group.lost:
-        sessions.bury(turn)
     if turn.group.settle_by is not None and not missing(turn.group):
         turn.set(settle_by=None)
     if turn.group.policy:
@@ -181,9 +181,7 @@ def _refusal(group: Group, event: ev.AcquireRequested) -> tuple[RefuseCode, str]
     if group.deleted:
         return RefuseCode.GROUP_GONE, f"group {group.id} was deleted: ask for another group"
     if not group.views:
-        return RefuseCode.GROUP_EMPTY, (
-            f"no node serves group {group.id}: start an agent that offers it (coslice up, or coslice agent)"
-        )
+        return RefuseCode.GROUP_EMPTY, (f"no node serves group {group.id}: {_nobody(group)}")
     record = record_of(group, event.job)
     if record is not None and record.incarnation != event.incarnation and record.sessions:
         lost = {s.session for s in group.lost}
@@ -203,6 +201,14 @@ def _refusal(group: Group, event: ev.AcquireRequested) -> tuple[RefuseCode, str]
             f"group {group.id} has {group.rules.max_waiters} requests in its queue already: try again later"
         )
     return None
+
+
+def _nobody(group: Group) -> str:
+    """Why there is no node, and what to do."""
+    if group.hung:
+        owing = ", ".join(f"{h.node} does not finish {h.op}" for h in group.hung)
+        return f"{owing}; restart its agent, or give it time"
+    return "start an agent that offers it (coslice up, or coslice agent)"
 
 
 def _register(turn: Turn, event: ev.AcquireRequested) -> None:
@@ -268,7 +274,11 @@ def _advance(turn: Turn, policy: Policy) -> None:
     group = turn.group
     if not group.views:
         for waiter in group.waiters:
-            turn.refuse(waiter.job, RefuseCode.GROUP_EMPTY, f"the last node of group {group.id} is gone")
+            turn.refuse(
+                waiter.job,
+                RefuseCode.GROUP_EMPTY,
+                f"the last node of group {group.id} is gone: {_nobody(group)}",
+            )
     free = group.views and group.waiters and not isinstance(group.occupancy, Held | Swapping)
     candidates = eligible(group) if free else ()
     reserved = None

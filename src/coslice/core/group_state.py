@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from coslice.core.effects import Reason, RefuseCode
 from coslice.core.events import ContextFact, ContextState, NodeFacts
-from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
+from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, OpId, RequestId, SessionId
 from coslice.core.policy.base import Ask, Reserve, Waiter
 from coslice.core.policy.past import Past
 
@@ -36,6 +36,9 @@ class GroupRules(Struct, frozen=True, kw_only=True):
     """Counted only while somebody waits."""
     on_overrun: Literal["evict", "warn"] = "evict"
     node_loss: float = 60.0
+    op_timeout: float = 900.0
+    """For one command to one node. A backstop: more than an agent takes for all its attempts (by its defaults
+    four moves of 150 s, and 70 s for one that is stuck), because then the node itself is at fault."""
     max_waiters: int = 10_000
     """Requests in the queue, all jobs together."""
     max_attempts: int = 3
@@ -117,8 +120,20 @@ class NodeView(Struct, frozen=True, kw_only=True):
     facts: NodeFacts = NodeFacts()
     attached: bool = False
     detached_at: float = 0.0
+    asked_at: float = 0.0
+    """When that command was last sent."""
     outstanding: Epoch = Epoch(0)
     """The last command not answered yet: until it is, the facts may be about to change. 0: none."""
+
+
+class Hung(Struct, frozen=True, kw_only=True):
+    """A node that left the group because it did not answer this command; it is back when it does."""
+
+    op: OpId
+    node: NodeId
+    job: JobId
+    epoch: Epoch
+    need: int = 0
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -186,6 +201,7 @@ class Group(Struct, frozen=True, kw_only=True):
     jobs: tuple[JobRecord, ...] = ()
     """In the order of first appearance."""
     lost: tuple[LostSession, ...] = ()
+    hung: tuple[Hung, ...] = ()
     deleted: bool = False
     """By an operator: there is no such group any more, whoever still speaks to it."""
     settle_by: float | None = None
@@ -294,6 +310,13 @@ def _is_live(group: Group, node: NodeId, job: JobId) -> bool:
     view = view_of(group, node)
     context = context_of(view, job) if view is not None else None
     return context is not None and context.state is ContextState.LIVE
+
+
+def overdue_at(group: Group, view: NodeView) -> float | None:
+    """When a node that a swap waits for, and that is connected, counts as hung."""
+    swap = group.occupancy
+    waited_for = isinstance(swap, Swapping) and view.node in swap.pending and view.outstanding == swap.epoch
+    return view.asked_at + group.rules.op_timeout if waited_for and view.attached else None
 
 
 def missing(group: Group) -> tuple[Waiter, ...]:

@@ -61,6 +61,7 @@ def check_group(group: Group) -> None:
             "8: the lock is free although somebody could have it",
         )
     _require(bool(group.views) or not group.waiters, "8: waiters in a group of no nodes")
+    _require(not {h.node for h in group.hung} & set(group.nodes), "9: a hung node is waited for")
     _require(list(group.nodes) == sorted(set(group.nodes)), "nodes are not in their stated order")
 
 
@@ -89,10 +90,14 @@ def check_group_step(before: Group, event: ev.GroupEvent, step: Step[Group, fx.G
             case fx.Grant():
                 _check_grant(before, after, effect)
             case fx.MakeResident():
+                owed = any((h.op, h.node) == (effect.op, effect.node) for h in after.hung)
                 _require(
-                    effect.op == op_id(after.id, effect.epoch, effect.node)
-                    and isinstance(now, Held | Swapping)
-                    and effect.epoch == now.epoch,
+                    owed
+                    or (
+                        effect.op == op_id(after.id, effect.epoch, effect.node)
+                        and isinstance(now, Held | Swapping)
+                        and effect.epoch == now.epoch
+                    ),
                     f"1: {effect.op} is not an operation of the current epoch",
                 )
             case fx.Refuse():

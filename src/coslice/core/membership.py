@@ -7,8 +7,9 @@ job may be gone, and a swap that is on may need one more command.
 
 from msgspec.structs import replace
 
+from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core import swap
+from coslice.core import sessions, swap
 from coslice.core.effects import ReasonCode, RefuseCode
 from coslice.core.events import ContextState, NodeFacts
 from coslice.core.group_state import (
@@ -31,7 +32,15 @@ from coslice.core.turn import Turn
 
 
 def attached(turn: Turn, event: ev.NodeAttached) -> None:
-    """An agent dialled in. Its word replaces all that we believed of its node."""
+    """An agent dialled in. Its word replaces all that we believed of its node.
+
+    One that was given up as hung is asked the same again: its answer may have been lost with the old stream.
+    """
+    hung = next((h for h in turn.group.hung if h.node == event.node), None)
+    if hung is not None:
+        turn.say(ReasonCode.RETRY, f"{event.node} is back, and is asked again for {hung.op}, which it owes")
+        turn.emit(fx.MakeResident(op=hung.op, node=hung.node, job=hung.job, epoch=hung.epoch, need=hung.need))
+        return
     old = view_of(turn.group, event.node)
     view = old or NodeView(node=event.node)
     view = replace(view, facts=event.facts, attached=True)
@@ -54,6 +63,30 @@ def attached(turn: Turn, event: ev.NodeAttached) -> None:
         swap.rebegin(turn, on, f"{event.node} has seen epoch {event.epoch} already")
     else:
         swap.follow(turn, view, attached=True)
+
+
+def hung(turn: Turn, view: NodeView) -> None:
+    """It is connected and does not finish: nobody waits for it any more, until it answers."""
+    command = swap.hang(turn, view.node)
+    if command is not None:
+        turn.set(hung=(*turn.group.hung, command))
+        took = turn.group.rules.op_timeout
+        left(turn, view.node, f"it did not finish {command.op} within {took:g} s, though it is connected")
+
+
+def answered(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> None:
+    """A hung node that answers after all belongs to the group again."""
+    owed = next((h for h in turn.group.hung if (h.node, h.op) == (event.node, event.op)), None)
+    if owed is None:
+        return
+    turn.set(hung=tuple(h for h in turn.group.hung if h.node != event.node))
+    facts, on = event.facts if event.facts is not None else NodeFacts(), turn.group.occupancy
+    if isinstance(on, Swapping) and on.epoch == owed.epoch:  # it is still what the others are at
+        view = NodeView(node=owed.node, facts=facts, attached=True, outstanding=owed.epoch, asked_at=turn.at)
+        _put(turn, view)
+        turn.set(occupancy=replace(on, pending=(*on.pending, owed.node)))
+        return
+    attached(turn, ev.NodeAttached(at=turn.at, node=owed.node, epoch=owed.epoch, facts=facts))
 
 
 def detached(turn: Turn, node: NodeId) -> None:
@@ -86,7 +119,9 @@ def changed(turn: Turn, nodes: tuple[NodeId, ...]) -> None:
     for node in turn.group.nodes:
         if node not in nodes:
             left(turn, node, "it was taken out of the group")
-    for node in sorted(set(nodes)):
+    turn.set(hung=tuple(h for h in turn.group.hung if h.node in nodes))
+    owing = {h.node for h in turn.group.hung}
+    for node in sorted(set(nodes) - owing):
         if view_of(turn.group, node) is None:
             turn.say(ReasonCode.NODE_CHANGED, f"{node} belongs to the group now; waiting for its agent")
             view = NodeView(node=node, detached_at=turn.at)
@@ -139,6 +174,7 @@ def _put(turn: Turn, view: NodeView) -> None:
     if any(s.node == view.node for s in turn.group.stuck):
         turn.set(stuck=tuple(s for s in turn.group.stuck if s.node != view.node or _holds(view, s)))
     swap.review_rest(turn, was_there=was_there)
+    sessions.bury(turn)  # before anything is asked of the node for the sake of somebody dead
 
 
 def _holds(view: NodeView, stuck: Stuck) -> bool:

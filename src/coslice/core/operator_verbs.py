@@ -65,7 +65,15 @@ def delete(turn: Turn, because: str) -> None:
     if isinstance(held, Held):
         lease.revoke(turn, held, why)
     turn.set(
-        views=(), occupancy=Empty(), jobs=(), lost=(), stuck=(), reserved=None, settle_by=None, deleted=True
+        views=(),
+        occupancy=Empty(),
+        jobs=(),
+        lost=(),
+        stuck=(),
+        hung=(),
+        reserved=None,
+        settle_by=None,
+        deleted=True,
     )
 
 

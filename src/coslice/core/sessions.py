@@ -35,6 +35,7 @@ def lost(turn: Turn, session: SessionId) -> None:
         ReasonCode.SESSION_LOST,
         f"the connection of {record.job} (session {session}) is lost; it has {grace:g} s to return",
     )
+    bury(turn)
 
 
 def resumed(turn: Turn, session: SessionId) -> None:

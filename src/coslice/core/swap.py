@@ -18,6 +18,7 @@ from coslice.core.group_state import (
     Fault,
     Group,
     Held,
+    Hung,
     JobRecord,
     NodeView,
     Resident,
@@ -96,6 +97,15 @@ def rebegin(turn: Turn, swap: Swapping, why: str) -> None:
     turn.set(epoch=epoch, occupancy=swap)
     turn.say(ReasonCode.RETRY, f"swap to {swap.incoming} begins again under epoch {epoch}: {why}")
     _command(turn, swap, pending)
+
+
+def hang(turn: Turn, node: NodeId) -> Hung | None:
+    """The command that a node of the running swap does not answer."""
+    swap = turn.group.occupancy
+    if not isinstance(swap, Swapping):
+        return None
+    told = _make_resident(turn.group, swap, node)
+    return Hung(op=told.op, node=node, job=told.job, epoch=told.epoch, need=told.need)
 
 
 def commands(group: Group) -> tuple[fx.MakeResident, ...]:
@@ -319,7 +329,7 @@ def _command(turn: Turn, now: Swapping | Held, nodes: tuple[NodeId, ...]) -> Non
     for node in nodes:
         view = view_of(turn.group, node)
         if view is not None and view.attached:
-            turn.put_view(replace(view, outstanding=now.epoch))
+            turn.put_view(replace(view, outstanding=now.epoch, asked_at=turn.at))
             turn.emit(_make_resident(turn.group, now, node))
 
 

@@ -60,6 +60,8 @@ class OrchestratorConfig(Struct, frozen=True, kw_only=True):
     max_hold: float = 3600.0
     on_overrun: Literal["evict", "warn"] = "evict"
     node_loss: float = 60.0
+    op_timeout: float = 900.0
+    """After that long a connected node that did not finish its part of a swap is left out of the group."""
     hello_timeout: float = 5.0
     max_sessions: int = 10_000
     max_waiters: int = 10_000
@@ -86,6 +88,7 @@ def rules(config: OrchestratorConfig) -> GroupRules:
         max_hold=config.max_hold,
         on_overrun=config.on_overrun,
         node_loss=config.node_loss,
+        op_timeout=config.op_timeout,
         max_waiters=config.max_waiters,
     )
 
@@ -115,6 +118,7 @@ def check(config: OrchestratorConfig) -> None:
         "quantum",
         "max_hold",
         "node_loss",
+        "op_timeout",
         "hello_timeout",
         "keepalive",
     ):

@@ -86,7 +86,14 @@ def setup(nodes: int, jobs: int) -> Setup:
         groups=(GROUP,),
         nodes=tuple(NodeId(f"n{i}") for i in range(nodes)),
         jobs=tuple(JobId(f"j{i}") for i in range(jobs)),
-        rules=GroupRules(node_loss=FAR, max_hold=FAR, quantum=FAR, session_grace=100.0, confirm_timeout=50.0),
+        rules=GroupRules(
+            node_loss=FAR,
+            op_timeout=FAR,
+            max_hold=FAR,
+            quantum=FAR,
+            session_grace=100.0,
+            confirm_timeout=50.0,
+        ),
         node_rules=NodeRules(retries=0, stuck_grace=10.0, stuck_pause=5.0),
         capacity=CAPACITY,
         instant=True,
@@ -486,7 +493,7 @@ def _learns(state: Explored, move: Move) -> None:
 
 def _process_returns(state: Explored, move: Move) -> None:
     node, served = state.node(move.who)
-    served.returns(served.unseen()[move.index])
+    state.world.process_returns(node, served, served.unseen()[move.index])
     state.world.after_node(node, GROUP)
 
 

@@ -116,7 +116,7 @@ class Calm:
         elif served.news:
             served.learn()
         elif unseen := served.unseen():
-            served.returns(unseen[0])
+            self.world.process_returns(node, served, unseen[0])
         else:
             return False
         self.world.after_node(node, served.group)

@@ -16,7 +16,7 @@ from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, Request
 from coslice.core.policy import policy_named
 from coslice.sim import wire
 from coslice.sim.client import Client
-from coslice.sim.device import CLIENTS, Violation
+from coslice.sim.device import CLIENTS, Process, Violation
 from coslice.sim.node import Node, Served
 from coslice.sim.shell import EPSILON, Shell, lease_of
 from coslice.sim.story import Story
@@ -185,6 +185,13 @@ class World:
             self.die(client)
         else:
             served.bury(pid)
+
+    def process_returns(self, node: Node, served: Served, process: Process) -> None:
+        """It dials an agent that was restarted. One whose state is lost has nothing to offer, and ends."""
+        if process.lost:
+            self.process_ends(node, served, process.pid)
+        else:
+            served.register(process)
 
     def begin(self, client: Client, node: Node, group: GroupId, size: int, *, parked: bool = False) -> None:
         """A process of the client's job comes up on a node: its own there if it is at home."""

@@ -222,13 +222,6 @@ class Served:
             )
         )
 
-    def returns(self, process: Process) -> None:
-        """It dials an agent that was restarted. One whose state is lost has nothing to offer, and ends."""
-        if process.lost:
-            self.bury(process.pid)
-        else:
-            self.register(process)
-
     def unseen(self) -> list[Process]:
         silent = {m.id for c in self.holdings.contexts for m in c.members if not m.seen}
         return [p for p in self.device.alive.values() if p.member in silent] if silent else []

@@ -41,6 +41,7 @@ def setup_for(rng: Random) -> Setup:
             max_hold=rng.choice((60.0, 200.0)),
             on_overrun=rng.choice(("evict", "evict", "warn")),
             node_loss=NODE_LOSS,
+            op_timeout=rng.choice((60.0, 900.0)),
             stuck_retry=15.0,
             max_attempts=rng.choice((2, 3)),
         ),
@@ -207,7 +208,7 @@ class Storm:
             served.learn(int(self.rng.random() * len(served.news)))
             self.world.after_node(node, served.group)
         elif unseen := served.unseen():
-            served.returns(unseen[int(self.rng.random() * len(unseen))])
+            self.world.process_returns(node, served, unseen[int(self.rng.random() * len(unseen))])
             self.world.after_node(node, served.group)
         else:
             return False
