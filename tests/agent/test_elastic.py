@@ -126,3 +126,21 @@ async def test_when_the_other_does_not_leave_what_came_goes_and_what_left_comes_
     again = (await node.orchestrator.make_resident(GROUP, "job-b", 3)).done
     assert again.bytes_in == 130 * MIB
     assert agent.peak_device_bytes[GROUP] <= 160 * MIB
+
+
+async def test_host_memory_is_ready_before_a_job_must_leave(node: Node) -> None:
+    agent = await node.start(budget=100 * MIB)
+    await torch_job(node, "job-a", 60)
+    await node.orchestrator.make_resident(GROUP, "job-a", 1)
+    assert [member.host_bytes for member in (await node.status()).members] == [0]
+    await node.workload("job-b", size=60 * MIB)
+
+    async def ready() -> int:
+        return next(member.host_bytes for member in (await node.status()).members if member.job == "job-a")
+
+    async with asyncio.timeout(30):
+        while await ready() < 60 * MIB:  # noqa: ASYNC110  # nobody is told when a process has mapped it
+            await asyncio.sleep(0.02)
+    status = await node.status()
+    assert status.groups[0].host_held_bytes == 60 * MIB  # of job-b, which was set aside; the rest can be lent
+    assert agent.peak_device_bytes[GROUP] <= 100 * MIB

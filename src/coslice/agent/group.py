@@ -234,6 +234,21 @@ class ServedGroup:
         await self.driver.post(event)
         member.admitted = member.announced = True
         self.sampler.wake()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Host memory for jobs that will have to leave is made ready before they must, where it is plenty."""
+        contexts = self.driver.state.contexts
+        needs = [declared(context) for context in contexts]
+        if len(contexts) < 2 or (all(needs) and sum(needs) <= self.devices.device_budget):
+            return
+        for member in self._members.of_group(self.id):
+            if (
+                not member.sleeps
+                and member.divisible
+                and self._buffers.size(member.buffer) < member.state_bytes
+            ):
+                member.prepare(member.state_bytes)
 
     def resized(self, member: Member) -> None:
         at = self._clock.now()
@@ -241,6 +256,8 @@ class ServedGroup:
             at=at, job=member.job, member=member.id, bytes=member.state_bytes, need=member.need
         )
         self.driver.tell(event)
+        if self._buffers.size(member.buffer):  # it has one, that is now too small
+            self._prepare()
 
     def gone(self, job: JobId, member: MemberId, reason: str) -> None:
         reason = self._killed.get(job, reason)
