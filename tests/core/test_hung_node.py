@@ -63,6 +63,17 @@ def test_its_late_answer_counts_for_nothing_but_brings_it_back() -> None:
     w.yield_(b)
 
 
+def test_its_late_failure_costs_nobody_the_lease() -> None:
+    w = world("n0", "n1")
+    b = hang(w)
+    w.wait(101.0)
+    w.nodes[NodeId("n1")].work("incoming")
+    w.settle_only("n1")
+    assert w.group.nodes == ("n0", "n1")
+    assert b.holding
+    assert not b.refused
+
+
 def test_a_new_stream_is_no_answer() -> None:
     """Its report may have been lost with the old one, so it is asked the same again."""
     w = world("n0", "n1")

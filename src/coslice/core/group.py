@@ -108,13 +108,13 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
         case ev.NodeReported():
             membership.reported(turn, event.node, event.facts)
         case ev.OpSucceeded():
-            membership.answered(turn, event)
-            membership.note(turn, event.node, event.facts)
-            swap.succeeded(turn, event)
+            if not membership.answered(turn, event):
+                membership.note(turn, event.node, event.facts)
+                swap.succeeded(turn, event)
         case ev.OpFailed():
-            membership.answered(turn, event)
-            membership.note(turn, event.node, event.facts)
-            swap.failed(turn, event)
+            if not membership.answered(turn, event):
+                membership.note(turn, event.node, event.facts)
+                swap.failed(turn, event)
         case ev.NodesChanged():
             membership.changed(turn, event.nodes)
         case ev.PolicySet():

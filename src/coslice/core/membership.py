@@ -16,6 +16,7 @@ from coslice.core.group_state import (
     ON_DEVICE,
     PARKED,
     Fault,
+    Held,
     JobRecord,
     NodeView,
     Resident,
@@ -26,7 +27,7 @@ from coslice.core.group_state import (
     record_of,
     view_of,
 )
-from coslice.core.ids import NodeId
+from coslice.core.ids import Epoch, NodeId
 from coslice.core.prose import names
 from coslice.core.turn import Turn
 
@@ -55,14 +56,19 @@ def attached(turn: Turn, event: ev.NodeAttached) -> None:
     if event.epoch > turn.group.epoch:
         turn.set(epoch=event.epoch)
     _put(turn, view)
-    jobs = (r for r in turn.group.jobs if r.fault is not None and r.fault.node == event.node)
-    for record in tuple(jobs):  # only out of reach, and now in reach
-        turn.put_record(replace(record, fault=None))
+    _in_reach(turn, event.node)
     on = turn.group.occupancy
     if isinstance(on, Swapping) and event.epoch > on.epoch:
         swap.rebegin(turn, on, f"{event.node} has seen epoch {event.epoch} already")
     else:
         swap.follow(turn, view, attached=True)
+
+
+def _in_reach(turn: Turn, node: NodeId) -> None:
+    """Who was at fault only because this node was out of reach is welcome again."""
+    for record in turn.group.jobs:
+        if record.fault is not None and record.fault.node == node:
+            turn.put_record(replace(record, fault=None))
 
 
 def hung(turn: Turn, view: NodeView) -> None:
@@ -74,19 +80,31 @@ def hung(turn: Turn, view: NodeView) -> None:
         left(turn, view.node, f"it did not finish {command.op} within {took:g} s, though it is connected")
 
 
-def answered(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> None:
-    """A hung node that answers after all belongs to the group again."""
+def answered(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> bool:
+    """A hung node that answers after all belongs to the group again. True: that was all that it meant.
+
+    The lease that followed without the node goes on without it; the next swap finds it as it is then.
+    """
     owed = next((h for h in turn.group.hung if (h.node, h.op) == (event.node, event.op)), None)
     if owed is None:
-        return
+        return False
     turn.set(hung=tuple(h for h in turn.group.hung if h.node != event.node))
     facts, on = event.facts if event.facts is not None else NodeFacts(), turn.group.occupancy
     if isinstance(on, Swapping) and on.epoch == owed.epoch:  # it is still what the others are at
         view = NodeView(node=owed.node, facts=facts, attached=True, outstanding=owed.epoch, asked_at=turn.at)
         _put(turn, view)
         turn.set(occupancy=replace(on, pending=(*on.pending, owed.node)))
-        return
+        return False
+    if isinstance(on, Held) and on.epoch == owed.epoch:
+        unsure = owed.epoch if event.facts is None else Epoch(0)
+        _put(turn, NodeView(node=owed.node, facts=facts, attached=True, outstanding=unsure))
+        _in_reach(turn, owed.node)
+        turn.say(
+            ReasonCode.STALE, f"{owed.node} answers for {owed.op} too late, and belongs to the group again"
+        )
+        return True
     attached(turn, ev.NodeAttached(at=turn.at, node=owed.node, epoch=owed.epoch, facts=facts))
+    return False
 
 
 def detached(turn: Turn, node: NodeId) -> None:
