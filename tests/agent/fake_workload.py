@@ -4,9 +4,10 @@ Its state is anonymous memory (``mmap``) filled with a pattern. On MoveOut it co
 memory file and unmaps it; on MoveIn it maps it anew, copies it back and checks the pattern. Misbehaviour
 is chosen with ``--lie`` (says Moved, frees nothing), ``--hang`` (never answers), ``--busy N`` (BUSY for
 the first N moves), ``--die`` (exits on the first MoveOut), ``--slow S`` (answers MoveOut after S
-seconds), ``--hold`` (answers none before it is told ``go``), ``--refuse-back`` (MoveIn fails). Commands
-arrive as lines on stdin: ``grow N``, ``use N`` (anonymous memory that is not state), ``drop``, ``reconnect``,
-``check``, ``busy N``, ``go``. Facts go out as JSON lines on stdout.
+seconds), ``--hold`` (answers none before it is told ``go``), ``--keep N`` (so much of what it gave back is
+kept by its allocator, and used again on MoveIn), ``--refuse-back`` (MoveIn fails). Commands arrive as lines
+on stdin: ``grow N``, ``use N`` (anonymous memory that is not state), ``drop``, ``reconnect``, ``check``,
+``busy N``, ``go``. Facts go out as JSON lines on stdout.
 """
 
 import argparse
@@ -151,6 +152,8 @@ class Workload:
             self.fd = fd
             self.state.close()
             self.state = None
+            if self.options.keep and not self.extra:
+                self.extra.append(fill(self.options.keep, 7))
         say(event="moved_out")
         time.sleep(self.options.slow)
         if self.options.hold and not self.went.wait(30):
@@ -166,6 +169,8 @@ class Workload:
             self.answer(failed=pb.MoveFailed(op=move.op, code=pb.FAILED, message="cannot map the state"))
             return
         if self.state is None:
+            if self.options.keep:
+                self.extra.clear()
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with mmap.mmap(self.fd, self.size) as shared:
                 copy(shared, memory)
@@ -240,6 +245,7 @@ if __name__ == "__main__":
     parser.add_argument("--need", type=int, default=0)
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--busy", type=int, default=0)
+    parser.add_argument("--keep", type=int, default=0)
     parser.add_argument("--hold", action="store_true")
     for flag in ("lie", "hang", "die", "refuse-back"):
         parser.add_argument(f"--{flag}", action="store_true")

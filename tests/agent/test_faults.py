@@ -74,6 +74,19 @@ async def test_state_that_left_on_an_order_without_an_answer_has_left(node: Node
     assert member.parked
 
 
+async def test_state_that_came_back_into_memory_that_was_kept_may_leave_again(node: Node) -> None:
+    """An allocator that keeps a part makes the state's coming and leaving look smaller than it is."""
+    await node.start(on_stuck="kill", stuck_grace=0.0, settle=0.1)
+    keeps = await node.workload("job-a", "--keep", str(30 * MIB))
+    await keeps.do(f"use {30 * MIB}")  # before its first move: memory that is free, and still its own
+    await node.orchestrator.make_resident(GROUP, "job-a", 1)
+    for epoch in (2, 4):
+        away = (await node.orchestrator.make_resident(GROUP, "job-b", epoch)).done
+        assert contexts(away.residency) == {"job-a": "SAVED"}
+        assert (await node.orchestrator.make_resident(GROUP, "job-a", epoch + 1)).done.restored
+    assert keeps.process.returncode is None
+
+
 async def test_state_that_left_after_the_deadline_is_brought_back(node: Node) -> None:
     """The agent had given it up and says that the job is on the device: then it shall be."""
     await node.start(on_stuck="wait", move_timeout=0.3)

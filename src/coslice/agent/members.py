@@ -98,6 +98,8 @@ class Member:
     """Anonymous memory of the process itself, which is not state and never leaves."""
     full: int = 0
     """Anonymous memory before the state last began to leave."""
+    empty: int = 0
+    """Anonymous memory when all its state had last left, as measured; 0: it never had."""
     unsure: bool = False
     """It did not answer an order to move out in time: some of the state may have left on it."""
     residual: int = 0

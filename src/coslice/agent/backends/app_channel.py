@@ -110,6 +110,8 @@ class AppChannelBackend(Defaults):
         for member, order, answer in zip(leaving, orders, moved, strict=True):
             member.unsure = False
             member.residual = _residual(member, answer)
+            if member.device != "cuda" and not (order.tags or order.at_least_bytes or answer.left_bytes):
+                member.empty = _measure(member)
             if order.mode == "discard":  # nothing is kept
                 self._buffers.free(member.buffer)
         before = sum(m.state_bytes for m in members if m not in leaving)
@@ -205,7 +207,7 @@ class AppChannelBackend(Defaults):
         wanted = [_wanted(*each) for each in zip(members, orders, moved, strict=True)]
         deadline = time.monotonic() + self._settle
         while True:
-            fallen = [_fall(m, a) for m, a in zip(members, moved, strict=True)]
+            fallen = [_fall(m, a, w) for m, a, w in zip(members, moved, wanted, strict=True)]
             if sum(fallen) >= ENOUGH * sum(wanted):
                 return
             if time.monotonic() >= deadline:
@@ -259,11 +261,18 @@ def _measure(member: Member) -> int:
         return 0
 
 
-def _fall(member: Member, answer: pb.Moved) -> int:
-    """By how many bytes its use of the device fell. On cuda these are the allocator's own figures."""
+def _fall(member: Member, answer: pb.Moved, wanted: int) -> int:
+    """By how many bytes its use of the device fell. On cuda these are the allocator's own figures.
+
+    State that comes back into memory that its allocator had kept takes less than its size, and its leaving
+    gives back no more. So whoever uses again what it used when all of its state had left has given all.
+    """
     if member.device == "cuda":
         return answer.device_bytes_before - answer.device_bytes_after
-    return max(0, member.full - _measure(member))
+    now = _measure(member)
+    if now <= member.empty + (1 - ENOUGH) * wanted:
+        return max(wanted, member.full - now)
+    return max(0, member.full - now)
 
 
 def _residual(member: Member, answer: pb.Moved) -> int:
