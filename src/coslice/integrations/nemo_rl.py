@@ -31,6 +31,6 @@ def share(policy: Any, generation: Any = None, *, callback: Enabled | None = Non
     phases.closes(policy, "offload_after_refit", "weight_sync")
     engine = policy if generation is None else generation
     phases.opens(engine, "prepare_for_generation", "generate", ends="weight_sync")
-    phases.around(engine, "generate", "generate")
+    phases.opens(engine, "generate", "generate")
     phases.closes(engine, "finish_generation", "generate")
     return phases
