@@ -20,6 +20,8 @@ class Calm:
     def __init__(self, world: World) -> None:
         self.world = world
         self.asked: set[SessionId] = set()
+        self.tried: dict[SessionId, float] = {}
+        """When another start of its job was in the way: it asks again when time has passed."""
 
     def bound(self) -> float:
         """Seconds in which everybody must be served: what one turn can take at worst, for each of them.
@@ -138,7 +140,10 @@ class Calm:
             if client.refused is not None and client.session in self.asked:
                 # another start of the job is not given up yet: it asks again when something has changed
                 self.asked.discard(client.session)
+                self.tried[client.session] = world.now
                 client.refused = None
+                return False
+            if self.tried.get(client.session, -1.0) >= world.now:
                 return False
             self.asked.add(client.session)
             world.client_says(client, client.acquire(world.setup.groups))
