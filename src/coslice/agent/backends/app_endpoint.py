@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from coslice.agent.backends.app_endpoint_engine import Engine, EngineSettings, Target
+from coslice.agent.backends.app_endpoint_engine import Engine
 from coslice.agent.backends.app_endpoint_http import NoAnswer, load_httpx
 from coslice.agent.backends.app_endpoint_memory import DeviceMeasure, HostMeasure, Measure
+from coslice.agent.backends.app_endpoint_settings import EngineSettings, Target
 from coslice.agent.backends.base import (
     Capabilities,
     Defaults,

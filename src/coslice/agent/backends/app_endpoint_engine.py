@@ -9,8 +9,6 @@ import logging
 import time
 from collections.abc import Collection
 
-from msgspec import Struct
-
 from coslice.agent.backends import app_endpoint_probe as probing
 from coslice.agent.backends.app_endpoint_dialects import KV_CACHE, WEIGHTS, Dialect, Refused, Sglang, detect
 from coslice.agent.backends.app_endpoint_http import EngineHttp, NoAnswer
@@ -23,6 +21,7 @@ from coslice.agent.backends.app_endpoint_memory import (
     must_leave,
 )
 from coslice.agent.backends.app_endpoint_probe import Unwell
+from coslice.agent.backends.app_endpoint_settings import EngineSettings, Target
 from coslice.agent.backends.base import MoveError
 from coslice.agent.endpoints import Endpoint
 from coslice.agent.endpoints_ledger import Entry, Golden, Ledger, Phase
@@ -34,41 +33,6 @@ log = logging.getLogger(__name__)
 UNCHANGED = 0.05
 """Memory that moved by less of what should move has not begun to."""
 LOOK_AGAIN = 0.05
-
-
-class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an operator may set (backend ``app_endpoint``)."""
-
-    allow: str = ""
-    """``host:port`` beyond loopback that engines may have, separated by spaces."""
-    section_wait: float = 30.0
-    """How long running requests may take to end, in seconds."""
-    move_timeout: float = 120.0
-    """For one sleep or wake. 45 s were reported for 48.6 GiB."""
-    late: float = 60.0
-    """How much longer a move is watched that outlasted its time, before it is judged, in seconds."""
-    settle: float = 10.0
-    """How long memory may take to be seen as free after the engine said so, in seconds."""
-    probe_timeout: float = 60.0
-    """For one short generation."""
-    checksum: bool = False
-    """Also compare the engine's own checksums of its weights, where it offers them. Reads all weights."""
-    max_cycles: int = 0
-    """Refuse to put an engine to sleep more often than this between restarts; 0: no limit."""
-
-
-class Target(Struct, frozen=True, kw_only=True):
-    """What is moved: the engine of one process of a job. ``key`` names it over restarts of the agent."""
-
-    key: str
-    job: str
-    url: str
-    pid: int
-    started: int
-    engine: str = ""
-    device: str = "host"
-    declared: int = 0
-    """State in bytes, if the job said it."""
 
 
 class Engine:
@@ -168,7 +132,7 @@ class Engine:
     async def left(self) -> tuple[int, int]:
         """(freed, what remains) in bytes, once the memory has really fallen and the engine still lives."""
         fallen = await self._has_fallen(self._settings.settle)
-        used = await self.used()
+        used = await self._still(self._settings.settle) if fallen else await self.used()
         entry, need = self.entry, self._need()
         if not fallen:
             raise self._error(
@@ -358,6 +322,17 @@ class Engine:
                 return False
             await asyncio.sleep(LOOK_AGAIN)
         return True
+
+    async def _still(self, seconds: float) -> int:
+        """What is in use once two measurements agree: enough may be free before all is."""
+        deadline = time.monotonic() + seconds
+        used = await self.used()
+        while time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_AGAIN)
+            before, used = used, await self.used()
+            if used >= before:
+                break
+        return used
 
     async def _has_risen(self, entry: Entry, before: int, seconds: float) -> bool:
         """Polls, as ``_has_fallen``."""
