@@ -28,7 +28,7 @@ from soak.live import Cluster, Gone
 from soak.trouble import Fault, Kind, Schedule
 
 ROWS = [512, 1024, 1792]
-"""Of a job's weights, 4 KiB each; with Adam's state and gradients four times that: 8, 16, 28 MiB."""
+"""Of a job's weights, 4 KiB each; with Adam's state three times that: 6, 12, 21 MiB."""
 GROUPS, JOBS = 4, 12
 RESTART = (0.2, 2.0)
 """Seconds until a job that ended is started again."""
