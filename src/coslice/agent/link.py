@@ -21,7 +21,7 @@ from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
-BACKOFF_MIN, BACKOFF_MAX = 0.05, 5.0
+BACKOFF_MIN, BACKOFF_MAX = 0.05, 1.0
 QUIET_S = 10.0
 """After so long without a connection people are told."""
 OPTIONS: tuple[tuple[str, int], ...] = (
@@ -122,7 +122,7 @@ class Link:
             log.warning("cannot show a token to the orchestrator: %s", error)
             self._outbox = None
             return False
-        call = stub.Attach(_messages(outbox), metadata=metadata)
+        call = stub.Attach(_Messages(outbox), metadata=metadata)
         welcomed = False
         try:
             async for command in call:
@@ -153,6 +153,14 @@ class Link:
         self.attached.set()
 
 
-async def _messages(outbox: "asyncio.Queue[pb.AgentMessage]") -> AsyncIterator[pb.AgentMessage]:
-    while True:
-        yield await outbox.get()
+class _Messages:
+    """No generator: gRPC drops its iterator when a call ends, and one that waits cannot be closed."""
+
+    def __init__(self, outbox: "asyncio.Queue[pb.AgentMessage]") -> None:
+        self._outbox = outbox
+
+    def __aiter__(self) -> AsyncIterator[pb.AgentMessage]:
+        return self
+
+    async def __anext__(self) -> pb.AgentMessage:
+        return await self._outbox.get()
