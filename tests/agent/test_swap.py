@@ -72,7 +72,8 @@ async def test_a_grant_waits_for_a_newcomer_that_is_being_set_aside(node: Node) 
 async def test_a_newcomer_is_admitted_once_the_orchestrator_knows_that_it_was_set_aside(node: Node) -> None:
     """It may acquire next: by then a grant must not be given on older facts."""
     await node.start()
-    await node.workload("job-a", size=100 * MIB)
+    resident = await node.workload("job-a", size=100 * MIB)
+    await resident.until("admitted")
     node.orchestrator.deaf, before = True, len(node.orchestrator.reports)
     newcomer = await node.workload("job-b", size=20 * MIB)
     asked = await node.orchestrator.until(lambda m: m.HasField("echo"), since=before)

@@ -64,7 +64,7 @@ def test_registration_says_who_and_how_much(agent: FakeAgent, join: Any) -> None
     assert (said.job, said.incarnation, said.group, said.rank) == ("job-a", "token", "trainers", 3)
     assert (said.pid, said.start_time) == (os.getpid(), int(stat[19]))
     assert (said.state_bytes, said.need_bytes) == (handle.state_bytes, 123)
-    assert (said.parked, list(said.modes), said.device) == (False, ["offload"], "host")
+    assert (said.parked, list(said.modes), said.device) == (False, ["offload", "parts"], "host")
     assert handle.error is None
 
 

@@ -214,7 +214,7 @@ def _both(out: "_Job", back: "_Job") -> float:
 
 
 def _cuda(_size: int, _rounds: int) -> dict[str, Any]:
-    from coslice.testing.cuda_bench import measure_cuda_overhead
+    from coslice.cli.bench_cuda import measure_cuda_overhead
     from coslice.testing.fake_cuda import CannotBuild
 
     try:

@@ -68,7 +68,7 @@ def _run(seeds: range, workers: int) -> tuple[list[Outcome], bool]:
         interrupted = True
     finally:
         for process in processes:
-            process.terminate()
+            process.kill()  # one that has just been started would complain of a parent that went away
             process.join()
     return sorted(outcomes, key=lambda outcome: outcome.seed), interrupted
 

@@ -77,7 +77,7 @@ class Lock:
                     engine.refused(effect)
                 case fx.LoseLease():
                     engine.lost(self, effect)
-                case fx.AskYield():
+                case fx.AskYield() | fx.ForgetJob():
                     pass
                 case _:
                     assert_never(effect)

@@ -356,7 +356,6 @@ class ServerMessage(google.protobuf.message.Message):
     YIELDED_FIELD_NUMBER: builtins.int
     LEASE_LOST_FIELD_NUMBER: builtins.int
     SHOULD_YIELD_FIELD_NUMBER: builtins.int
-    LEASE_CONTINUED_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___Welcome: ...
     @property
@@ -371,8 +370,6 @@ class ServerMessage(google.protobuf.message.Message):
     def lease_lost(self) -> Global___LeaseLost: ...
     @property
     def should_yield(self) -> Global___ShouldYield: ...
-    @property
-    def lease_continued(self) -> Global___LeaseContinued: ...
     def __init__(
         self,
         *,
@@ -382,11 +379,10 @@ class ServerMessage(google.protobuf.message.Message):
         yielded: Global___Yielded | None = ...,
         lease_lost: Global___LeaseLost | None = ...,
         should_yield: Global___ShouldYield | None = ...,
-        lease_continued: Global___LeaseContinued | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["granted", b"granted", "kind", b"kind", "lease_continued", b"lease_continued", "lease_lost", b"lease_lost", "refused", b"refused", "should_yield", b"should_yield", "welcome", b"welcome", "yielded", b"yielded"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["granted", b"granted", "kind", b"kind", "lease_continued", b"lease_continued", "lease_lost", b"lease_lost", "refused", b"refused", "should_yield", b"should_yield", "welcome", b"welcome", "yielded", b"yielded"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["welcome", "granted", "refused", "yielded", "lease_lost", "should_yield", "lease_continued"] | None: ...
+    def HasField(self, field_name: typing.Literal["granted", b"granted", "kind", b"kind", "lease_lost", b"lease_lost", "refused", b"refused", "should_yield", b"should_yield", "welcome", b"welcome", "yielded", b"yielded"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["granted", b"granted", "kind", b"kind", "lease_lost", b"lease_lost", "refused", b"refused", "should_yield", b"should_yield", "welcome", b"welcome", "yielded", b"yielded"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["welcome", "granted", "refused", "yielded", "lease_lost", "should_yield"] | None: ...
 
 Global___ServerMessage: typing_extensions.TypeAlias = ServerMessage
 
@@ -557,29 +553,6 @@ class LeaseLost(google.protobuf.message.Message):
 Global___LeaseLost: typing_extensions.TypeAlias = LeaseLost
 
 @typing.final
-class LeaseContinued(google.protobuf.message.Message):
-    """The job was frozen in the middle of its phase, and goes on under a new epoch. Its yield may name either."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    GROUP_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    FORMER_FIELD_NUMBER: builtins.int
-    group: builtins.str
-    epoch: builtins.int
-    former: builtins.int
-    def __init__(
-        self,
-        *,
-        group: builtins.str = ...,
-        epoch: builtins.int = ...,
-        former: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "former", b"former", "group", b"group"]) -> None: ...
-
-Global___LeaseContinued: typing_extensions.TypeAlias = LeaseContinued
-
-@typing.final
 class ShouldYield(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -711,15 +684,12 @@ class WaiterStatus(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     REQUEST_FIELD_NUMBER: builtins.int
     LOST_LEFT_S_FIELD_NUMBER: builtins.int
-    FROZEN_FIELD_NUMBER: builtins.int
     job: builtins.str
     waited_s: builtins.float
     reason: builtins.str
     request: builtins.str
     lost_left_s: builtins.float
     """nobody of it is connected; its place is kept for so many seconds"""
-    frozen: builtins.bool
-    """stopped in the middle of its phase; it goes on when it is its turn"""
     def __init__(
         self,
         *,
@@ -728,10 +698,9 @@ class WaiterStatus(google.protobuf.message.Message):
         reason: builtins.str = ...,
         request: builtins.str = ...,
         lost_left_s: builtins.float | None = ...,
-        frozen: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "lost_left_s", b"lost_left_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "frozen", b"frozen", "job", b"job", "lost_left_s", b"lost_left_s", "reason", b"reason", "request", b"request", "waited_s", b"waited_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "job", b"job", "lost_left_s", b"lost_left_s", "reason", b"reason", "request", b"request", "waited_s", b"waited_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lost_left_s", b"_lost_left_s"]) -> typing.Literal["lost_left_s"] | None: ...
 
 Global___WaiterStatus: typing_extensions.TypeAlias = WaiterStatus
@@ -1132,7 +1101,6 @@ class Residency(google.protobuf.message.Message):
     HOST_USED_BYTES_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
-    FREEZES_FIELD_NUMBER: builtins.int
     HOST_HELD_BYTES_FIELD_NUMBER: builtins.int
     DISK_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     DISK_USED_BYTES_FIELD_NUMBER: builtins.int
@@ -1145,8 +1113,6 @@ class Residency(google.protobuf.message.Message):
     host_used_bytes: builtins.int
     reason: builtins.str
     """the last decision, in prose"""
-    freezes: builtins.bool
-    """can stop a job in the middle of a phase, and go on with it later"""
     host_held_bytes: builtins.int
     """of host_used_bytes, those with content: the rest can be lent at once"""
     disk_budget_bytes: builtins.int
@@ -1170,12 +1136,11 @@ class Residency(google.protobuf.message.Message):
         host_used_bytes: builtins.int = ...,
         reason: builtins.str = ...,
         ended: collections.abc.Iterable[Global___EndedProcess] | None = ...,
-        freezes: builtins.bool = ...,
         host_held_bytes: builtins.int = ...,
         disk_budget_bytes: builtins.int = ...,
         disk_used_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["contexts", b"contexts", "device_budget_bytes", b"device_budget_bytes", "device_used_bytes", b"device_used_bytes", "disk_budget_bytes", b"disk_budget_bytes", "disk_used_bytes", b"disk_used_bytes", "ended", b"ended", "freezes", b"freezes", "group", b"group", "host_budget_bytes", b"host_budget_bytes", "host_held_bytes", b"host_held_bytes", "host_used_bytes", b"host_used_bytes", "reason", b"reason", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contexts", b"contexts", "device_budget_bytes", b"device_budget_bytes", "device_used_bytes", b"device_used_bytes", "disk_budget_bytes", b"disk_budget_bytes", "disk_used_bytes", b"disk_used_bytes", "ended", b"ended", "group", b"group", "host_budget_bytes", b"host_budget_bytes", "host_held_bytes", b"host_held_bytes", "host_used_bytes", b"host_used_bytes", "reason", b"reason", "version", b"version"]) -> None: ...
 
 Global___Residency: typing_extensions.TypeAlias = Residency
 
@@ -1403,15 +1368,12 @@ class MakeResident(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     NEED_BYTES_FIELD_NUMBER: builtins.int
-    FREEZE_FIELD_NUMBER: builtins.int
     op: builtins.str
     group: builtins.str
     epoch: builtins.int
     job: builtins.str
     need_bytes: builtins.int
     """declared; 0: unknown"""
-    freeze: builtins.str
-    """this job runs in the middle of a phase: it is stopped even if all fit"""
     def __init__(
         self,
         *,
@@ -1420,9 +1382,8 @@ class MakeResident(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         job: builtins.str = ...,
         need_bytes: builtins.int = ...,
-        freeze: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "freeze", b"freeze", "group", b"group", "job", b"job", "need_bytes", b"need_bytes", "op", b"op"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "group", b"group", "job", b"job", "need_bytes", b"need_bytes", "op", b"op"]) -> None: ...
 
 Global___MakeResident: typing_extensions.TypeAlias = MakeResident
 
