@@ -18,6 +18,8 @@ with FakeEngine(sys.argv[1], weights=16 << 20, kv=8 << 20) as engine:
     words = engine.generate()
     handle = coslice.workload.register(endpoint=engine.url)
     assert handle.error is None, handle.error
+    print("ready", flush=True)
+    sys.stdin.readline()
     for turn in range(3):
         with orchestrator.on_accelerators():
             assert engine.generate() == words
@@ -28,7 +30,7 @@ with FakeEngine(sys.argv[1], weights=16 << 20, kv=8 << 20) as engine:
 
 
 def finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate("go", timeout=90)
     assert process.returncode == 0, err
     return dict(json.loads(out))
 
@@ -39,6 +41,7 @@ def test_two_servers_take_turns_and_answer_as_before(up: Start) -> None:
     jobs = [
         subprocess.Popen(
             [*COSLICE, *run_arguments(served, name, sys.executable, "-c", JOB, kind)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=ENVIRONMENT,
@@ -46,9 +49,12 @@ def test_two_servers_take_turns_and_answer_as_before(up: Start) -> None:
         )
         for name, kind in (("a", "vllm"), ("b", "sglang"))
     ]
+    for job in jobs:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
     facts = [finish(job) for job in jobs]
     assert [fact["dead"] for fact in facts] == [False, False]
-    # Each was somewhere in the other's way at least once, whoever came first.
+    # Both were on the device: whoever came first had the other in the way.
     assert sum(fact["slept"] for fact in facts) >= 1
 
 

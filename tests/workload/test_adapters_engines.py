@@ -5,6 +5,7 @@ process, success frees nothing, weights come back as garbage.
 """
 
 import asyncio
+import gc
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,11 @@ from coslice.workload.adapters.memory_saver import MemorySaver
 
 MIB = 1 << 20
 SIZE = 24 * MIB
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_earlier_tests() -> None:
+    gc.collect()  # regions of their engines, which would become free while one goes to sleep
 
 
 class FakeLLM:
@@ -115,6 +121,22 @@ def test_vllm_sleeps_and_wakes_once_each_and_is_measured(registered: Any) -> Non
         handle.restore()
     assert llm.calls == ["sleep 1", "wake_up None"] * 2
     assert llm.words() == words
+
+
+def test_other_memory_that_becomes_free_meanwhile_is_not_expected_again(registered: Any) -> None:
+    llm = FakeLLM()
+    handle, other = registered(engine=llm), Region(32 * MIB, 1)
+    plain = llm.sleep
+
+    def sleep(level: int = 1) -> None:
+        plain(level)
+        if other.pages is not None:
+            other.release(keep=False)
+
+    llm.sleep = sleep  # type: ignore[assignment,method-assign]
+    assert handle.offload() > SIZE + 16 * MIB
+    handle.restore()
+    assert handle.offload() == pytest.approx(SIZE, rel=0.1)
 
 
 def test_an_engine_that_frees_nothing_has_not_left_and_is_woken(registered: Any) -> None:

@@ -114,11 +114,15 @@ class EngineTaken:
                 f"{body.name} needs {format_size(self.registered)} of the device to wake and "
                 f"{format_size(room)} are free; it would not survive the attempt"
             )
+        used = device_use()
         try:
             _ask(body.name, "wake", lambda: body.wake(self._regions, discard=self._discard))
         except CosliceError as error:
             raise StateLost(f"{error}; make the engine anew") from error
         self._asleep = False
+        # Something else of the process may have become free while it went to sleep: that is not its state,
+        # and will not leave the next time.
+        self._adapter.freed = min(self._adapter.freed, max(0, device_use() - used))
 
     def load(self, buffer: HostBuffer | None, offset: int) -> None:
         pass
