@@ -30,7 +30,7 @@ with FakeEngine(sys.argv[1], weights=16 << 20, kv=8 << 20) as engine:
 
 
 def finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    out, err = process.communicate("go", timeout=90)
+    out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     return dict(json.loads(out))
 
@@ -52,6 +52,10 @@ def test_two_servers_take_turns_and_answer_as_before(up: Start) -> None:
     for job in jobs:
         assert job.stdout is not None
         assert job.stdout.readline() == "ready\n"
+    for job in jobs:
+        assert job.stdin is not None
+        job.stdin.write("go\n")
+        job.stdin.flush()
     facts = [finish(job) for job in jobs]
     assert [fact["dead"] for fact in facts] == [False, False]
     # Both were on the device: whoever came first had the other in the way.
