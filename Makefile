@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo and the tests need one framework build; any torch >= 2.6 works for your own jobs.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test test-faults test-chromium test-jax test-trl check bench soak storms mutants protos docs clean
+.PHONY: demo test test-faults test-chromium test-jax test-trl test-ray test-frameworks check bench soak storms mutants protos docs clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,7 +17,7 @@ demo: $(VENV)/.installed          ## run the main job: two RL jobs alone, then s
 	$(BIN)/coslice demo
 
 test: $(VENV)/.installed          ## all tests: core, fakes, real processes
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax and not trl and not faults' tests
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax and not trl and not ray and not frameworks and not faults' tests
 
 test-faults: $(VENV)/.installed   ## long campaigns of kills at random instants, with a short soak
 	$(BIN)/pytest -m faults tests/faults tests/soak
@@ -33,6 +33,15 @@ test-jax: $(VENV)/.installed      ## the adapter for JAX arrays on JAX's CPU dev
 test-trl: $(VENV)/.installed      ## real TRL jobs that share an accelerator
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test,trl]'
 	$(BIN)/pytest -m trl tests/integrations
+
+test-ray: $(VENV)/.installed      ## real Ray: tasks, actors, two RL jobs on two groups
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test,ray]'
+	$(BIN)/pytest -m ray tests/integrations
+
+test-frameworks: $(VENV)/.installed  ## are the methods that adapters wrap still in the frameworks' own packages?
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/frameworks \
+	  'verl==0.9.1' 'openrlhf==0.11.2' 'skyrl==0.3.0'
+	$(BIN)/pytest -m frameworks tests/integrations
 
 check: $(VENV)/.installed         ## ruff, mypy strict, import contracts
 	$(BIN)/ruff check src tests tools examples

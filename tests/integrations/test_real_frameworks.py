@@ -1,0 +1,60 @@
+"""Do the frameworks still have the methods that the adapters wrap? Read from their packages' source.
+
+Reads and does not import: verl, OpenRLHF and SkyRL need flash-attn, vLLM or a GPU for that. Says nothing
+about a run. ``make test-frameworks`` fetches the packages.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.frameworks
+FOLDERS = [Path(__file__).parents[2] / "build" / "frameworks", *map(Path, sys.path)]
+
+EXPECTED = [
+    ("verl/trainer/ppo/v1/trainer_base.py", "PPOTrainer",
+     "init fit on_step_begin on_step_end on_sample_begin on_sample_end on_validate_begin on_validate_end"),
+    ("verl/trainer/ppo/v1/trainer_sync.py", "PPOTrainerSync", "on_sample_end on_step_end"),
+    ("verl/trainer/ppo/v1/trainer_separate_async.py", "PPOTrainerSeparateAsync", "on_sample_end on_step_end"),
+    ("verl/trainer/ppo/ray_trainer.py", "RayPPOTrainer",
+     "init_workers fit _validate _compute_old_log_prob _compute_ref_log_prob _compute_values _update_critic "
+     "_update_actor _save_checkpoint"),
+    ("verl/checkpoint_engine/base.py", "CheckpointEngineManager", "update_weights sleep_replicas"),
+    ("verl/experimental/fully_async_policy/fully_async_trainer.py", "FullyAsyncTrainer",
+     "init_workers fit _fit_generate"),
+    ("openrlhf/trainer/ppo_trainer.py", "BasePPOTrainer",
+     "train_step broadcast_to_vllm save_best_checkpoint fit"),
+    ("openrlhf/trainer/ppo_trainer.py", "PPOTrainer", "fit"),
+    ("openrlhf/trainer/ppo_trainer_async.py", "TrainingActor", "fit broadcast_to_vllm"),
+    ("openrlhf/trainer/ppo_trainer_async.py", "GenerateSamplesActor", "fit"),
+    ("openrlhf/trainer/ppo_utils/samples_generator.py", "SamplesGenerator",
+     "generate_samples generate_eval_samples"),
+    ("skyrl/train/trainer.py", "RayPPOTrainer",
+     "build_models train eval generate fwd_logprobs_values_reward save_checkpoints save_models"),
+    ("skyrl/train/fully_async_trainer.py", "FullyAsyncRayPPOTrainer", "train _collect_generation_mini_batch"),
+    ("skyrl/backends/skyrl_train/workers/worker_dispatch.py", "WorkerDispatch", "save_weights_for_sampler"),
+]  # fmt: skip
+
+
+def source(path: str) -> ast.Module:
+    for folder in FOLDERS:
+        if (folder / path).is_file():
+            return ast.parse((folder / path).read_text())
+    pytest.skip(f"{path.split('/')[0]} is not here: make test-frameworks")
+
+
+@pytest.mark.parametrize(("path", "owner", "methods"), EXPECTED)
+def test_the_methods_are_there(path: str, owner: str, methods: str) -> None:
+    classes = [n for n in source(path).body if isinstance(n, ast.ClassDef) and n.name == owner]
+    assert classes, f"{path} has no class {owner}"
+    known = {n.name for n in classes[0].body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    assert set(methods.split()) <= known
+
+
+def test_verl_loads_plugins_and_keeps_its_trainers_in_a_registry() -> None:
+    named = {n.id for n in ast.walk(source("verl/trainer/ppo/v1/trainer_base.py")) if isinstance(n, ast.Name)}
+    assert "TRAINER_REGISTRY" in named
+    texts = {n.value for n in ast.walk(source("verl/__init__.py")) if isinstance(n, ast.Constant)}
+    assert "verl.plugins" in texts
