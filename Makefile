@@ -17,10 +17,13 @@ demo: $(VENV)/.installed          ## run the main job: two RL jobs alone, then s
 	$(BIN)/coslice demo
 
 test: $(VENV)/.installed          ## all tests: core, fakes, real processes
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax and not trl and not ray and not frameworks and not faults' tests
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax and not trl and not ray and not frameworks and not faults and not cuda' tests
 
 test-faults: $(VENV)/.installed   ## long campaigns of kills at random instants, with a short soak
 	$(BIN)/pytest -m faults tests/faults tests/soak
+
+test-cuda: $(VENV)/.installed     ## long runs on the fake CUDA driver: 200 hand-overs that flake, killed agents
+	$(BIN)/pytest -m cuda tests/agent
 
 test-chromium: $(VENV)/.installed ## the replay page in a real browser (needs chromium and chromedriver)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[chromium]'
