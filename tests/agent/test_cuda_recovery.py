@@ -28,6 +28,7 @@ async def world(tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch) ->
         yield made
 
 
+@pytest.mark.cuda
 async def test_200_hand_overs_at_a_flake_rate_of_one_in_twenty(world: CudaWorld) -> None:
     """Errors before or after the work, of every call, with any code. As the core does, a snapshot that failed
     is tried again; a restore never is."""
@@ -53,6 +54,7 @@ async def test_200_hand_overs_at_a_flake_rate_of_one_in_twenty(world: CudaWorld)
     assert len(failed) > HAND_OVERS / 4  # the driver did flake
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("ops", "hangs"),
     [

@@ -16,7 +16,8 @@ import sys
 import threading
 from typing import Any
 
-CHUNK = 1 << 20
+CHUNK = 16 << 20
+"""So that filling many gigabytes takes seconds."""
 
 
 class Device:
@@ -26,6 +27,7 @@ class Device:
         self._cuda: Any = ctypes.CDLL("libcuda.so.1")
         self._held: list[tuple[int, int]] = []
         self._seed = 0
+        self._made: tuple[tuple[int, int], bytearray] = ((-1, -1), bytearray())
         self._call("cuInit", 0)
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), ordinal)
@@ -48,18 +50,15 @@ class Device:
     def fill(self, seed: int) -> None:
         self._seed = seed
         for address, offset, length in self._chunks():
-            self._call(
-                "cuMemcpyHtoD_v2",
-                ctypes.c_uint64(address + offset),
-                self._pattern(offset, length),
-                ctypes.c_size_t(length),
-            )
+            pattern = (ctypes.c_char * length).from_buffer(self._pattern(offset, length))
+            self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address + offset), pattern, ctypes.c_size_t(length))
 
     def check(self) -> bool:
+        found = bytearray(CHUNK)
+        space = (ctypes.c_char * CHUNK).from_buffer(found)
         for address, offset, length in self._chunks():
-            found = ctypes.create_string_buffer(length)
-            self._call("cuMemcpyDtoH_v2", found, ctypes.c_uint64(address + offset), ctypes.c_size_t(length))
-            if found.raw != self._pattern(offset, length):
+            self._call("cuMemcpyDtoH_v2", space, ctypes.c_uint64(address + offset), ctypes.c_size_t(length))
+            if memoryview(found)[:length] != memoryview(self._pattern(offset, length)):
                 return False
         return True
 
@@ -73,10 +72,16 @@ class Device:
             for offset in range(0, size, CHUNK)
         ]
 
-    def _pattern(self, offset: int, length: int) -> bytes:
-        """Bytes that say whose they are, so that another process's or another place's are noticed."""
-        word = f"{os.getpid()}/{self._seed}/{offset};".encode()
-        return (word * (length // len(word) + 1))[:length]
+    def _pattern(self, offset: int, length: int) -> bytearray:
+        """Bytes that say whose they are, so that another process's or another place's are noticed. Valid
+        until the next call."""
+        key = (self._seed, length)
+        if self._made[0] != key:
+            word = f"{os.getpid()}/{self._seed};".encode()
+            self._made = (key, bytearray((word * (length // len(word) + 1))[:length]))
+        place = f"{offset:016x}".encode()[:length]
+        self._made[1][: len(place)] = place
+        return self._made[1]
 
 
 def say(**facts: object) -> None:
