@@ -361,9 +361,8 @@ def summary(result: Row) -> bool:
     for step in ("whole_process", "in_process"):
         for row in result[step]:
             rates = " ".join(f"{key}={row[key]}" for key in row if key.endswith(("gb_s", "ratio")))
-            print(
-                f"{step:14} {row['bytes'] >> 20:6} MiB  bit_equal={row['bit_equal']}  {row.get('error', rates)}"
-            )
+            found = row.get("error", rates)
+            print(f"{step:14} {row['bytes'] >> 20:6} MiB  bit_equal={row['bit_equal']}  {found}")
     print(f"two jobs: {result['two_jobs']}")
     rows = [*result["whole_process"], *result["in_process"], result["two_jobs"]]
     return all(row.get("bit_equal") for row in rows)

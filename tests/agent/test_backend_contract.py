@@ -121,6 +121,7 @@ class TestCuda(BackendContract):
             yield CudaContractWorld(world)
 
 
+@pytest.mark.cuda
 class TestCudaByTheProgram(TestCuda):
     calls = "program"
 

@@ -20,6 +20,8 @@ from coslice.testing.fake_cuda import FakeNode, uuid
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
+pytestmark = pytest.mark.cuda
+
 JOB = Path(__file__).with_name("cuda_hooks_job.py")
 DEVICES = (GroupDevices(group=GroupId(GROUP), device_budget=0, accelerator="cuda"),)
 CUDA = {"groups": DEVICES, "backend": "cuda", "backends": {"cuda": {"margin": "0"}}}

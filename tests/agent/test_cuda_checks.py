@@ -18,6 +18,8 @@ from coslice.agent.processes import kill
 from coslice.errors import ConfigError
 from coslice.testing.fake_cuda import uuid
 
+pytestmark = pytest.mark.cuda
+
 NCCL = "/dev/shm/nccl-coslice-test"
 
 

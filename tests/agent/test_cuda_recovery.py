@@ -13,6 +13,8 @@ from agent.cuda_world import MIB, PATIENCE, CudaWorld, cuda_world, libraries, lo
 from coslice.agent.backends import process_ledger
 from coslice.agent.backends.base import MoveError
 
+pytestmark = pytest.mark.cuda
+
 HAND_OVERS = 200
 FLAKE = 20
 
@@ -28,7 +30,6 @@ async def world(tmp_path: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch) ->
         yield made
 
 
-@pytest.mark.cuda
 async def test_200_hand_overs_at_a_flake_rate_of_one_in_twenty(world: CudaWorld) -> None:
     """Errors before or after the work, of every call, with any code. As the core does, a snapshot that failed
     is tried again; a restore never is."""
@@ -54,7 +55,6 @@ async def test_200_hand_overs_at_a_flake_rate_of_one_in_twenty(world: CudaWorld)
     assert len(failed) > HAND_OVERS / 4  # the driver did flake
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("ops", "hangs"),
     [

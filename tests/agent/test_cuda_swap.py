@@ -9,6 +9,8 @@ from agent.cuda_world import CONTEXT, MIB, PATIENCE, CudaWorld, cuda_world, libr
 
 from coslice.agent.backends.base import MoveError
 
+pytestmark = pytest.mark.cuda
+
 
 @pytest.fixture(scope="session")
 def fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
