@@ -142,6 +142,6 @@ async def test_host_memory_is_ready_before_a_job_must_leave(node: Node) -> None:
         return mapped >= 60 * MIB and status.groups[0].host_held_bytes == 60 * MIB
 
     async with asyncio.timeout(30):
-        while not await ready():
-            await asyncio.sleep(0.02)  # nobody is told when a process has mapped it
+        while not await ready():  # noqa: ASYNC110  # nobody is told when a process has mapped it
+            await asyncio.sleep(0.02)
     assert agent.peak_device_bytes[GROUP] <= 100 * MIB
