@@ -25,7 +25,10 @@ _LENGTHS = (
 """How groups are judged while a plan is made: up to so many units in all, rounds, starts, most turns, and
 whether exactly. Few units are played as long as ``coslice simulate`` lasts by default."""
 _IN_THE_END = (200.0, 1, 4000, True)
-"""The groups of a plan of many units, once more, as ``coslice simulate`` plays them."""
+_IN_THE_END_OF_MANY = (100.0, 1, 1500, True)
+"""The groups of a plan of many units, once more, as ``coslice simulate`` plays them; of more than ``_MANY``,
+half as long."""
+_MANY = 500
 MARGIN = 1.0
 """Slowdowns are compared with bound × this."""
 
@@ -56,7 +59,8 @@ def judge_finally(table: Table, groups: Sequence[Sequence[int]]) -> Verdicts:
     """What a plan rests on: as long as ``coslice simulate``."""
     if len(table.units) <= _LENGTHS[0][0]:
         return judge_fully(table, groups)
-    return _remembered(table, table.judged_finally, groups, _IN_THE_END)
+    length = _IN_THE_END if len(table.units) <= _MANY else _IN_THE_END_OF_MANY
+    return _remembered(table, table.judged_finally, groups, length)
 
 
 def _remembered(

@@ -18,7 +18,7 @@ from coslice.plan.judge import Verdicts, judge, judge_finally, judge_fully
 
 BLOCK = 400
 """Groups matched at once: the time grows with more than the square, and partners have similar periods."""
-SPAN = 96
+SPAN = 128
 """Neighbours, by period, among which a unit's candidates are sought."""
 _ROUNDS, _STARTS, _MOST = 10.0, 1, 64
 _LOAD = 1.02
@@ -181,7 +181,7 @@ def _candidates(table: Table, groups: Sequence[Members]) -> list[tuple[int, int]
     few = 12 if count <= 300 else 6 if count <= 2000 else 4
     order = _order(table, some)
     features = _Features(table, some)
-    span = min(SPAN, count - 1)
+    span = min(SPAN if count <= 500 else SPAN // 2, count - 1)
     left = np.repeat(order, span)
     shift = np.tile(np.arange(1, span + 1), count) + np.repeat(np.arange(count), span)
     inside = shift < count
