@@ -2,6 +2,7 @@
 
 import gc
 import json
+import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -65,7 +66,8 @@ def _run(parts: list[Part], processes: int) -> list[Told]:
             told.append(_quietly(part))
             _say(number, len(parts))
         return told
-    with ProcessPoolExecutor(processes) as pool:
+    # Not forked: whoever calls this may have threads, gRPC's for one, that a fork would leave locked.
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         tasks = [pool.submit(_quietly, part) for part in parts]
         try:
             for number, task in enumerate(as_completed(tasks), 1):
