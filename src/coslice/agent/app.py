@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 import logging
 import os
-from pathlib import Path
 import uuid
+from pathlib import Path
 
 import grpc.aio
 import msgspec
