@@ -23,6 +23,7 @@ test-faults: $(VENV)/.installed   ## long campaigns of kills at random instants,
 	$(BIN)/pytest -m faults tests/faults tests/soak
 
 test-cuda: $(VENV)/.installed     ## long runs on the fake CUDA driver: 200 hand-overs that flake, killed agents
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test,cuda]'
 	$(BIN)/pytest -m cuda tests/agent
 
 test-chromium: $(VENV)/.installed ## the replay page in a real browser (needs chromium and chromedriver)
