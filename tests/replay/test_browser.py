@@ -95,3 +95,33 @@ def test_a_torn_journal_says_so_on_the_page(browser: object, tmp_path: Path) -> 
     render(sample.write(tmp_path / "journal.jsonl", torn=True), tmp_path / "page.html")
     _open(browser, tmp_path / "page.html")
     assert "cut in the middle" in _text(browser, "footer")[0]
+
+
+def test_a_simulated_day_is_drawn_and_zooms_by_wheel_and_keys(browser: object, tmp_path: Path) -> None:
+    from coslice.simulate.run import simulate
+    from coslice.simulate.spec import Pool, Scenario, alternating, whole_swap
+
+    jobs = (alternating("a", 100.0, 200.0), alternating("b", 150.0, 250.0))
+    scenario = Scenario(pools=(Pool(name="pool"),), jobs=jobs, cost=whole_swap(10), until=20_000.0)
+    simulate(scenario, journal=tmp_path / "journal.jsonl")
+    render(tmp_path / "journal.jsonl", tmp_path / "page.html")
+    _open(browser, tmp_path / "page.html")
+    run = browser.execute_script  # type: ignore[attr-defined]
+    before = run("const t = views[0]; t.show(...t.full); return t.window")
+    assert before[1] - before[0] == pytest.approx(20_000.0, rel=0.05)
+    run(
+        "const r = views[0].svg.getBoundingClientRect();"
+        "views[0].svg.dispatchEvent(new WheelEvent('wheel', {ctrlKey: true, deltaY: -100,"
+        " clientX: r.left + LEFT + views[0].width() / 2, clientY: r.top + 5,"
+        " bubbles: true, cancelable: true}))"
+    )
+    wheel = run("return views[0].window")
+    assert wheel[1] - wheel[0] == pytest.approx(0.8 * (before[1] - before[0]), rel=0.01)
+    assert sum(wheel) / 2 == pytest.approx(sum(before) / 2, rel=0.01)
+    svg = browser.find_elements("css selector", "#panels svg")[0]  # type: ignore[attr-defined]
+    svg.send_keys("+")
+    keys = run("return views[0].window")
+    assert keys[1] - keys[0] == pytest.approx(0.8 * (wheel[1] - wheel[0]), rel=0.01)
+    svg.send_keys("0")
+    assert run("return views[0].window") == before
+    assert run("return views[0].svg.querySelectorAll('rect.held').length") > 50

@@ -141,7 +141,7 @@ def up(
         str | None,
         typer.Option(metavar="SIZE", help="Host memory for saved state. Default: half of what is available."),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fifo",
+    policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fair_share",
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address of the orchestrator.")
     ] = DEFAULT_ORCHESTRATOR,
@@ -188,7 +188,7 @@ def up(
 def orchestrator(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT")] = DEFAULT_ORCHESTRATOR,
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="Store and journal.")] = None,
-    policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fifo",
+    policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fair_share",
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,

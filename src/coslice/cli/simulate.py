@@ -36,7 +36,7 @@ STEPS = 200
 class SimulateOptions(Struct, frozen=True, kw_only=True):
     jobs: tuple[str, ...]
     scenario: Path | None = None
-    policy: str = "fifo"
+    policy: str = "fair_share"
     compare: tuple[str, ...] = ()
     swap_s: float = 0.0
     bandwidth: str | None = None

@@ -48,7 +48,7 @@ class UpOptions:
     cpus: str | None = None
     device: str = "auto"
     host_memory: str | None = None
-    policy: str = "fifo"
+    policy: str = "fair_share"
     listen: str = "127.0.0.1:50051"
     agent_listen: str = "127.0.0.1:9001"
     state: Path | None = None
