@@ -1024,3 +1024,27 @@ def test_a_client_that_is_lost_long_after_a_restart_is_passed_over_at_once() -> 
     w.yield_(a)
     w.settle()
     assert c.holding
+
+
+def test_a_job_whose_living_processes_lost_their_state_is_refused_even_if_nobody_was_told() -> None:
+    """The report may come after its swap was given up, or never: the node's facts say it as well."""
+    w = world("n0")
+    a = hold(w, "a1", "a")
+    w.use_device(a)
+    b = wait_behind(w, "b1", "b")
+    w.yield_(a)
+    w.settle()
+    assert b.holding
+    w.nodes["n0"].contexts[JobId("a")] = ContextState.LOST
+    w.nodes["n0"].push()
+    w.settle()
+    w.yield_(b)
+    w.ask(a)
+    w.settle()
+    assert not a.holding, "it would go on without its state"
+    assert a.refused == [RefuseCode.JOB_FAULTED]
+    again = w.client("a2", job="a", incarnation="second")
+    w.close(a)
+    w.ask(again)
+    w.settle()
+    assert again.holding, "another start of it begins afresh"

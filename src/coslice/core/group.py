@@ -136,6 +136,7 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
     if policy.remembers:
         memory.note_ask(turn, event)
         memory.note_end(turn, group)
+    swap.fault_lost(turn)
     _advance(turn, policy)
     _keep_books(turn, group)
     return turn.done()

@@ -151,6 +151,7 @@ def _is_parked(group: Group, node: NodeId, job: JobId) -> bool:
 
 def finish_if_done(turn: Turn) -> None:
     """Every node has reported: the lease goes to whoever of the incoming job is still there."""
+    fault_lost(turn)
     swap = turn.group.occupancy
     if not isinstance(swap, Swapping) or swap.pending:
         return
@@ -202,6 +203,31 @@ def failed(turn: Turn, event: ev.OpFailed) -> None:
         _blocked(turn, swap, event)
     else:
         _evictee_failed(turn, swap, event)
+
+
+def fault_lost(turn: Turn) -> None:
+    """Whoever waits, and whose living processes wait for a state that is lost, is refused.
+
+    The report of the loss may have come too late to be anybody's answer, or not at all; the facts say it too.
+    Loaded again, such a job would start afresh as far as its agent knows, and go on without its state. One
+    whose processes have ended is another matter: it does start afresh.
+    """
+    lost = [
+        (view.node, context)
+        for view in turn.group.views
+        for context in view.facts.contexts
+        if context.state is ContextState.LOST and context.pids
+    ]
+    if not lost:
+        return
+    swap = turn.group.occupancy
+    coming = [swap.waiter] if isinstance(swap, Swapping) and swap.waiter is not None else []
+    for waiter in (*coming, *turn.group.waiters):
+        for node, context in lost:
+            if (context.job, context.incarnation) == (waiter.job, waiter.incarnation):
+                reason = f"its state on {node} is lost: {context.reason or 'no reason given'}"
+                fault_job(turn, waiter.job, Fault(code=RefuseCode.JOB_FAULTED, reason=reason))
+                break
 
 
 def fault_job(turn: Turn, job: JobId, fault: Fault) -> None:
