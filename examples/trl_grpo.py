@@ -75,7 +75,7 @@ def main() -> None:
     policy = model(words, options.width)
 
     def in_order(completions: list[str], **_: object) -> list[float]:
-        time.sleep(options.reward_s)
+        time.sleep(options.reward_s)  # the sandbox: off the accelerators
         return [float(sum(a < b for a, b in itertools.pairwise(text))) for text in completions]
 
     with tempfile.TemporaryDirectory() as folder:

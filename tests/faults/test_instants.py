@@ -23,13 +23,13 @@ class Struck:
         self.process = start()
 
     def strike(self, draw: random.Random) -> str:
-        time.sleep(draw.uniform(0.0, REACH))
+        time.sleep(draw.uniform(0.0, REACH))  # the instant is the test
         if draw.random() < 0.7:
             self.process.kill()
             self.process = self._start()
             return "killed"
         self.process.stop()
-        time.sleep(draw.uniform(0.0, 2 * REACH))
+        time.sleep(draw.uniform(0.0, 2 * REACH))  # for that long it is away
         self.process.go_on()
         return "stopped"
 
@@ -84,7 +84,7 @@ def test_c4_c9_clients_killed_at_many_instants(cluster: Cluster, seed: int) -> N
         other.tell("acquire")
         instant = draw.uniform(0.0, 3 * REACH)
         print(f"seed {seed}, round {number}: killed after {instant:.3f} s")
-        time.sleep(instant)
+        time.sleep(instant)  # the instant is the test
         doomed.kill()
         other.expect("granted")
         assert other.digest() == digest

@@ -162,9 +162,6 @@ class Backends:
         """Of the node's default."""
         return self._made[self._default].capabilities()
 
-    def capabilities_for(self, members: Sequence[Member]) -> Capabilities:
-        return self.choose(members).capabilities()
-
     def check(self, settings: Mapping[str, str]) -> None:
         self._made[self._default].check(settings)
 

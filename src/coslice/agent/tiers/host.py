@@ -233,10 +233,6 @@ class HostBuffers:
         if file is not None and not file.changing.locked():
             os.close(file.fd)
 
-    def free_under(self, prefix: str) -> None:
-        for name in [name for name in self._files if name.startswith(prefix)]:
-            self.free(name)
-
     def close(self) -> None:
         """Files on disk stay: their processes may outlive this agent."""
         for file in self._files.values():
