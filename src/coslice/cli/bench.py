@@ -137,6 +137,8 @@ def _out_of_order(turns: list[dict[str, Any]]) -> int:
 def _serve(stack: ExitStack, command: str, state: Path, *extra: str) -> str:
     """Start ``coslice orchestrator`` or ``coslice agent`` on a free port; returns its address."""
     arguments = [sys.executable, "-m", "coslice.cli.main", command, "--listen", "127.0.0.1:0", "--json"]
+    if command == "orchestrator":
+        arguments += ["--policy", "fifo"]  # the order of grants is checked against it
     if command == "agent":
         arguments += ["--group", f"{GROUP}:memory=1GiB", "--device", "host"]
     process = subprocess.Popen([*arguments, "--state", str(state), *extra], stdout=subprocess.PIPE, text=True)
