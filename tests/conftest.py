@@ -4,8 +4,12 @@
 """
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from coslice.gate import GATE
 
 settings.register_profile(
     "fixed",
@@ -17,3 +21,10 @@ settings.register_profile(
 )
 settings.register_profile("search", deadline=None, max_examples=2_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture(autouse=True)
+def no_cores_left_behind() -> Iterator[None]:
+    """The gate is the process's: a client with cores of its own would pin the sections of every later test."""
+    yield
+    GATE.configure(())
