@@ -25,6 +25,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 @pytest.fixture(autouse=True)
 def no_cores_left_behind() -> Iterator[None]:
-    """The gate is the process's: a client with cores of its own would pin the sections of every later test."""
+    """The gate is the process's: a client with cores would pin the sections of every later test."""
     yield
     GATE.configure(())
