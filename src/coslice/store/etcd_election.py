@@ -1,0 +1,225 @@
+"""Choosing the leader in etcd: whoever creates the key ``leader`` under a lease of its own leads while the
+lease lives.
+
+Every candidate keeps a lease from the start, under which it also says that it stands by. The lease is renewed
+every third of its time to live; when no renewal has come through for a whole one, counted from when it was
+*sent*, the tenure ends by our own clock too, before etcd can have given the lead to another. What makes a
+late write harmless is not that clock: each transaction of the store compares the leader key.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import msgspec
+
+from coslice.store.base import Store, StoreError
+from coslice.store.election import Tenure
+from coslice.store.etcd import EtcdStore
+from coslice.store.etcd_api import EtcdApi, EtcdLocation, Json, NoAnswer, after_prefix, decoded, encoded
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_AGAIN_S = 0.5
+"""Between attempts while no member answers: etcd does not tell when it is back."""
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """The value of a candidate's key, and of the leader's."""
+
+    address: str
+
+
+class _Lease:
+    """Ours, until ``gone`` is set."""
+
+    def __init__(self, id_: str, ttl: float, since: float) -> None:
+        self.id, self.ttl, self.until = id_, ttl, since + ttl
+        self.gone = asyncio.Event()
+        self.reason = ""
+        self.tenure: Tenure | None = None
+
+    def lost(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self.gone.set()
+        if self.tenure is not None:
+            self.tenure.end(reason)
+
+
+class EtcdElection:
+    """``address``: what this process tells others to dial. ``ttl``: seconds; etcd grants no less than its
+    election time-out allows (about 2)."""
+
+    shared = True
+
+    def __init__(self, location: EtcdLocation, *, address: str, ttl: float) -> None:
+        self._api = EtcdApi(location)
+        self._seat = msgspec.json.encode(Seat(address))
+        self._ttl = max(1, round(ttl))
+        self._key = location.prefix + "leader"
+        self._candidates = location.prefix + "candidate/"
+        self._lease: _Lease | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self.leader = ""
+
+    async def campaign(self) -> tuple[Tenure, Store]:
+        while True:
+            lease = await self._fresh_lease()
+            try:
+                revision = await self._until(lease, self._win(lease))
+            except _LeaseOver:
+                log.warning("standing by anew: %s", lease.reason)
+                continue
+            tenure = lease.tenure = Tenure(revision)
+            if lease.gone.is_set():
+                continue
+            return tenure, EtcdStore(self._api, tenure=tenure, leader=(self._key, revision))
+
+    async def standbys(self) -> list[str]:
+        """Addresses of all candidates, the leader's among them."""
+        start = {"key": encoded(self._candidates), "range_end": after_prefix(self._candidates)}
+        answer = await self._api.call("kv/range", start, timeout=2.0)
+        return sorted({_address(kv) for kv in answer.get("kvs", ())})
+
+    async def close(self) -> None:
+        await self._drop("this orchestrator stops")
+        await self._api.close()
+
+    # ── the lease ──────────────────────────────────────────────────────────
+
+    async def _fresh_lease(self) -> _Lease:
+        """The one we have if it lives, or a new one with our candidate key."""
+        if self._lease is not None and not self._lease.gone.is_set() and self._lease.tenure is None:
+            return self._lease
+        await self._drop("a new one is needed")
+        while True:
+            try:
+                lease = await self._grant()
+                break
+            except NoAnswer as error:
+                log.info("cannot stand by yet: %s", error)
+                await asyncio.sleep(_AGAIN_S * random.uniform(0.5, 1.0))
+        self._lease = lease
+        self._keeper = asyncio.create_task(self._keep(lease), name="etcd lease")
+        return lease
+
+    async def _grant(self) -> _Lease:
+        began = asyncio.get_running_loop().time()
+        answer = await self._api.call("lease/grant", {"TTL": str(self._ttl)}, timeout=2.0)
+        lease = _Lease(str(answer["ID"]), float(answer["TTL"]), began)
+        mine = {"key": encoded(self._candidates + lease.id), "value": encoded(self._seat), "lease": lease.id}
+        await self._api.call("kv/put", mine, timeout=2.0)
+        return lease
+
+    async def _drop(self, reason: str) -> None:
+        keeper, lease = self._keeper, self._lease
+        self._keeper = self._lease = None
+        if keeper is None or lease is None:
+            return
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        lease.lost(reason)
+        with contextlib.suppress(StoreError):  # then it runs out by itself
+            await self._api.call("lease/revoke", {"ID": lease.id}, timeout=1.0)
+
+    async def _keep(self, lease: _Lease) -> None:
+        loop = asyncio.get_running_loop()
+        each = lease.ttl / (3 * self._api.members)
+        alarm = loop.call_at(lease.until, lease.lost, _silence(lease))
+        try:
+            while not lease.gone.is_set():
+                await asyncio.sleep(min(lease.ttl / 3, max(0.1, lease.until - loop.time() - lease.ttl / 3)))
+                sent = loop.time()
+                try:
+                    answer = await self._api.call("lease/keepalive", {"ID": lease.id}, timeout=each)
+                except StoreError as error:
+                    log.warning("the lease of the leader election could not be renewed: %s", error)
+                    continue
+                left = float(answer["result"].get("TTL", 0)) if "result" in answer else 0.0
+                if left <= 0:
+                    lease.lost("the lease in etcd ran out")
+                    return
+                lease.until = sent + lease.ttl
+                alarm.cancel()
+                alarm = loop.call_at(lease.until, lease.lost, _silence(lease))
+        finally:
+            alarm.cancel()
+
+    async def _until(self, lease: _Lease, work: "Awaitable[T]") -> T:
+        """Its result, unless the lease is lost meanwhile: then ``_LeaseOver``."""
+        doing = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(lease.gone.wait())
+        try:
+            await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                return doing.result()
+            raise _LeaseOver
+        finally:
+            for task in (doing, gone):
+                task.cancel()
+            await asyncio.gather(doing, gone, return_exceptions=True)
+
+    # ── the leader's key ───────────────────────────────────────────────────
+
+    async def _win(self, lease: _Lease) -> int:
+        """The revision at which the key became ours."""
+        while True:
+            try:
+                answer = await self._api.call("kv/txn", self._claim(lease), timeout=2.0)
+            except NoAnswer as error:
+                log.info("nobody can be elected yet: %s", error)
+                await asyncio.sleep(_AGAIN_S * random.uniform(0.5, 1.0))
+                continue
+            revision = int(answer["header"]["revision"])
+            if answer.get("succeeded"):
+                self.leader = msgspec.json.decode(self._seat, type=Seat).address
+                return revision
+            (found,) = answer["responses"]
+            kvs = found["response_range"].get("kvs", [])
+            if not kvs:
+                continue
+            if str(kvs[0].get("lease", 0)) == lease.id:  # an answer was lost
+                return int(kvs[0]["create_revision"])
+            self.leader = _address(kvs[0])
+            await self._vacant(revision + 1)
+            self.leader = ""
+
+    def _claim(self, lease: _Lease) -> Json:
+        key = encoded(self._key)
+        return {
+            "compare": [{"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}],
+            "success": [{"request_put": {"key": key, "value": encoded(self._seat), "lease": lease.id}}],
+            "failure": [{"request_range": {"key": key}}],
+        }
+
+    async def _vacant(self, revision: int) -> None:
+        """Returns once the key was deleted, or it is unknown whether it was: the watch broke, its revision
+        was compacted away, or it moved to another member. Then the caller looks again."""
+        began = asyncio.get_running_loop().time()
+        create = {"key": encoded(self._key), "start_revision": str(revision), "filters": ["NOPUT"]}
+        async for message in self._api.watch(create):
+            if message.get("canceled") or message.get("events"):
+                return
+        if (
+            asyncio.get_running_loop().time() - began < _AGAIN_S
+        ):  # a watch that breaks at once, again and again
+            await asyncio.sleep(_AGAIN_S * random.uniform(0.5, 1.0))
+
+
+class _LeaseOver(Exception):
+    pass
+
+
+def _silence(lease: _Lease) -> str:
+    return f"etcd confirmed nothing for {lease.ttl:g} s"
+
+
+def _address(kv: Json) -> str:
+    try:
+        return msgspec.json.decode(decoded(kv.get("value", "")), type=Seat).address
+    except msgspec.MsgspecError:
+        return ""
