@@ -14,6 +14,7 @@
     │   ├── JobFaulted         the job's state could not be moved; register again
     │   ├── LockOrder          groups must be taken in their global order
     │   ├── LimitReached       a configured limit
+    │   ├── NotAdmitted        the group's members would be slowed down beyond their bound
     │   ├── Denied             the caller has not shown that it may: token, ticket or role
     │   ├── NodeLost           a node of the group is missing
     │   └── NoRoom             device or host memory does not suffice
@@ -87,6 +88,10 @@ class LimitReached(Refused):
 
 
 class Denied(Refused):
+    pass
+
+
+class NotAdmitted(Refused):
     pass
 
 

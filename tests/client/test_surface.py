@@ -8,7 +8,7 @@ import coslice
 
 PUBLIC = """
 AcquireTimeout AsyncClient Client ConfigError CosliceError Denied Grant GroupEmpty GroupGone GroupStatus
-JobFaulted JobRunning Lease LeaseError LeaseLost LimitReached LockOrder NoRoom NodeLost NotHeld
+JobFaulted JobRunning Lease LeaseError LeaseLost LimitReached LockOrder NoRoom NodeLost NotAdmitted NotHeld
 OperationFailed OrchestratorUnreachable Refused StaleLease StateBusy StateError StateLost
 StateOffloaded Status UnknownGroup Waiter connect workload
 """

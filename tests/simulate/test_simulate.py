@@ -18,6 +18,7 @@ from coslice.simulate.run import simulate
 from coslice.simulate.solo import alone
 from coslice.simulate.spec import (
     GIB,
+    Drift,
     Faults,
     Job,
     Pool,
@@ -232,3 +233,24 @@ def test_a_lease_that_overruns_is_taken_away_and_the_job_goes_on() -> None:
 def test_what_cannot_be_simulated_is_refused(scenario: Scenario, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         simulate(scenario)
+
+
+@pytest.mark.parametrize("part", ["all", "on", "off"])
+@pytest.mark.parametrize("staleness", [0.0, 0.5, 2.0])
+def test_a_job_that_drifts_alone_is_slowed_down_by_nobody(part: str, staleness: float) -> None:
+    """Solo times drift with the job: a slowdown compares like with like, before and after."""
+    job = alternating("a", 40.0, 60.0, drift=(Drift(1000.0, 1.5, part),))
+    if staleness:
+        job = replace(
+            job,
+            loop=((Stretch(40.0, "pool", "train"),),),
+            produce=((Stretch(70.0, "", "make"),),),
+            staleness=staleness,
+        )
+    report = simulate(Scenario(pools=(Pool(name="pool"),), jobs=(job,), until=5000.0))
+    told = report.jobs["a"]
+    assert told.slowdown == pytest.approx(1.0, abs=1e-6)
+    assert told.worst10 == pytest.approx(1.0, abs=1e-6)
+    steady = replace(job, drift=())
+    before = simulate(Scenario(pools=(Pool(name="pool"),), jobs=(steady,), until=5000.0))
+    assert (told.steps < before.jobs["a"].steps) or (staleness and part == "on")

@@ -169,10 +169,11 @@ class NodesChanged(_Event, frozen=True, kw_only=True):
 
 
 class PolicySet(_Event, frozen=True, kw_only=True):
-    """An operator says who goes next from now on. It is kept over restarts."""
+    """An operator (or whoever is named) says who goes next from now on. It is kept over restarts."""
 
     policy: str
     """As ``core.policy.policy_named`` reads it; empty: the configured one."""
+    by: str = "an operator"
 
 
 class JobForgotten(_Event, frozen=True, kw_only=True):
@@ -182,10 +183,11 @@ class JobForgotten(_Event, frozen=True, kw_only=True):
 
 
 class JobEvicted(_Event, frozen=True, kw_only=True):
-    """An operator takes a job's lease and its places away. It may ask again."""
+    """An operator (or whoever is named) takes a job's lease and its places away. It may ask again."""
 
     job: JobId
     reason: str = ""
+    by: str = "an operator"
 
 
 class GroupDeleted(_Event, frozen=True, kw_only=True):

@@ -118,11 +118,11 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
         case ev.NodesChanged():
             membership.changed(turn, event.nodes)
         case ev.PolicySet():
-            _on_policy(turn, event.policy)
+            _on_policy(turn, event.policy, event.by)
         case ev.JobForgotten():
             operator_verbs.forget(turn, event.job)
         case ev.JobEvicted():
-            operator_verbs.evict(turn, event.job, event.reason)
+            operator_verbs.evict(turn, event.job, event.reason, event.by)
         case ev.GroupDeleted():
             operator_verbs.delete(turn, event.reason)
         case ev.DeadlinePassed():
@@ -304,14 +304,14 @@ def _reserve(turn: Turn, reserved: Reserve | None) -> None:
         turn.set(reserved=None)
 
 
-def _on_policy(turn: Turn, spec: str) -> None:
+def _on_policy(turn: Turn, spec: str, by: str) -> None:
     if spec:
         try:
             policy_named(spec)
         except ValueError as error:
             raise Rejected(RefuseCode.INVALID.value, str(error), group=turn.group.id) from None
     turn.set(policy=spec)
-    turn.say(ReasonCode.POLICY_SET, f"the policy is now {spec or 'the configured one'}, an operator says")
+    turn.say(ReasonCode.POLICY_SET, f"the policy is now {spec or 'the configured one'}, {by} says")
 
 
 def _keep_books(turn: Turn, before: Group) -> None:

@@ -39,9 +39,9 @@ def forget(turn: Turn, job: JobId) -> None:
             turn.emit(fx.ForgetJob(node=view.node, job=job))
 
 
-def evict(turn: Turn, job: JobId, because: str) -> None:
+def evict(turn: Turn, job: JobId, because: str, by: str) -> None:
     held, group = turn.group.occupancy, turn.group
-    why = f"an operator took it away{f': {because}' if because else ''}"
+    why = f"{by} took it away{f': {because}' if because else ''}"
     if not (isinstance(held, Held) and held.job == job) and all(w.job != job for w in waiting(group)):
         raise Rejected(
             RefuseCode.NOT_HELD.value,

@@ -6,14 +6,15 @@ the next; the off-time before a phase is named after it.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from coslice.errors import ConfigError
-from coslice.profile.model import Phase, Pool, Profile, Role, Source, durations, make_pool
+from coslice.profile.holds import Hold, cycles_of, pool_of
+from coslice.profile.model import Pool, Profile, Source
 from coslice.profile.options import ReadOptions
 from coslice.profile.steps import trend
 from coslice.runtime.journal import read_journal
@@ -21,15 +22,8 @@ from coslice.runtime.journal import read_journal
 Line = Mapping[str, Any]
 
 
-class _Hold(Struct, frozen=True):
-    phase: str
-    off: float
-    """From the yield before it to the acquire; negative: not known (the first one)."""
-    on: float
-
-
 class _Job(Struct):
-    holds: list[_Hold] = []
+    holds: list[Hold] = []
     asked: dict[str, tuple[float, str]] = {}
     """Request → when, for which phase."""
     left: float | None = None
@@ -67,7 +61,13 @@ def read_journal_profiles(file: str, options: ReadOptions) -> list[Profile]:
         if not holds:
             notes[job_name].append(f"group {group}: held {len(job.holds)} times, too few for a cycle")
             continue
-        pool = _pool(group, job, holds, options)
+        pool = pool_of(
+            cycles_of(holds),
+            name=group,
+            staleness=options.staleness or 0.0,
+            accelerators=options.accelerators,
+            state_bytes=job.bytes,
+        )
         pools[job_name].append(pool)
         notes[job_name] += trend(pool)
     if not pools:
@@ -115,7 +115,7 @@ def _read(line: Line, jobs: dict[tuple[str, str], _Job], held: dict[str, tuple[s
     if now == before:
         return
     if before and (holder := jobs.get((group, before))) is not None:
-        holder.holds.append(_Hold(holder.phase, holder.off, at - since))
+        holder.holds.append(Hold(holder.phase, holder.off, at - since))
         holder.left, holder.off = at, -1.0
     held[group] = (now, at)
 
@@ -130,54 +130,3 @@ def _kind(line: Line) -> str:
     if "coslice_journal" in line:
         return "restarts of the orchestrator"
     return next((f"{key} lines" for key in ("note", "solo", "summary") if key in line), "other lines")
-
-
-def _pool(group: str, job: _Job, holds: Sequence[_Hold], options: ReadOptions) -> Pool:
-    order = list(dict.fromkeys(hold.phase for hold in holds))
-    cycles = _cycles(holds, order)
-    staleness = options.staleness or 0.0
-    phases: list[Phase] = []
-    for number, name in enumerate(order):
-        label = name or "held"
-        buffered = number == 0 and staleness > 0
-        phases.append(
-            Phase(
-                name=f"before {label}",
-                on=False,
-                duration=durations([cycle.get(name, (0.0, 0.0))[0] for cycle in cycles]),
-                coupling="buffered" if buffered else "closed",
-                staleness=staleness if buffered else 0.0,
-            )
-        )
-        phases.append(
-            Phase(
-                name=label,
-                phase=name,
-                on=True,
-                duration=durations([cycle.get(name, (0.0, 0.0))[1] for cycle in cycles]),
-                occurs=sum(name in cycle for cycle in cycles),
-            )
-        )
-    return make_pool(
-        _role(order), phases, name=group, accelerators=options.accelerators, state_bytes=job.bytes
-    )
-
-
-def _cycles(holds: Sequence[_Hold], order: Sequence[str]) -> list[dict[str, tuple[float, float]]]:
-    """A cycle begins with a phase that is no later in ``order`` than the one before it."""
-    rank = {name: number for number, name in enumerate(order)}
-    cycles: list[dict[str, tuple[float, float]]] = []
-    last = len(order)
-    for hold in holds:
-        if rank[hold.phase] <= last:
-            cycles.append({})
-        last = rank[hold.phase]
-        cycles[-1][hold.phase] = (hold.off, hold.on)
-    return cycles
-
-
-def _role(phases: Sequence[str]) -> Role:
-    generates, trains = "generate" in phases, "train" in phases
-    if generates and trains:
-        return "both"
-    return "sampler" if generates else "trainer" if trains else "unknown"

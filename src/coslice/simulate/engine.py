@@ -15,6 +15,7 @@ from coslice.core import events as ev
 from coslice.core.group_state import GroupRules
 from coslice.core.ids import JobId, SessionId
 from coslice.runtime.journal import Journal
+from coslice.simulate.gate import Gate
 from coslice.simulate.jobs import Loop, Run
 from coslice.simulate.lock import Lock
 from coslice.simulate.spec import Scenario, check
@@ -23,10 +24,17 @@ Progress = Callable[[float], None]
 
 
 class Engine:
-    def __init__(self, scenario: Scenario, *, journal: Journal | None = None, judge: bool = False) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        journal: Journal | None = None,
+        judge: bool = False,
+        gate: Gate | None = None,
+    ) -> None:
         check(scenario)
         self.scenario, self.cost = scenario, scenario.cost
-        self.journal, self.judge = journal, judge
+        self.journal, self.judge, self.gate = journal, judge, gate
         self.now = 0.0
         self.core_steps = self.node_steps = self.rejected = 0
         self.wall_s = 0.0
@@ -39,6 +47,8 @@ class Engine:
         self.locks = {pool.name: Lock(self, pool, scenario.policy, rules) for pool in scenario.pools}
         self.runs = {JobId(job.name): Run(self, job) for job in scenario.jobs}
         self._here = len(scenario.jobs)
+        if gate is not None:
+            gate.start(self)
 
     # ── time ──
 
@@ -91,6 +101,22 @@ class Engine:
         if run.left or run.running:
             return
         run.start()
+
+    def asks(self, lock: Lock, event: ev.AcquireRequested) -> None:
+        if self.gate is None or self.gate.asks(lock, event):
+            self.post(lock, event)
+
+    def still_asks(self, event: ev.AcquireRequested) -> bool:
+        """Does whoever sent this request still wait for its answer?"""
+        loop = self._loop(event.session)
+        return loop is not None and loop.awaits == event.request
+
+    def dismiss(self, job: JobId) -> None:
+        """It is not let in, and goes for good."""
+        run = self.runs[job]
+        if run.running:
+            run.leave()
+            self.left(run)
 
     def left(self, run: Run) -> None:
         self._here -= 1

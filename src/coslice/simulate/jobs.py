@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from coslice.core import events as ev
 from coslice.core.ids import Epoch, Incarnation, JobId, RequestId, SessionId
-from coslice.simulate.solo import seconds
-from coslice.simulate.spec import Job, Pass, groups_of
+from coslice.simulate.solo import Solo, alone, seconds
+from coslice.simulate.spec import UNCHANGED, Job, Pass, Scale, groups_of
 
 if TYPE_CHECKING:
     from coslice.simulate.engine import Engine
@@ -96,6 +96,16 @@ class Run:
             for node in engine.locks[name].nodes.values():
                 node.gone(self.name, old)
 
+    def alone(self) -> Solo:
+        """The steps that it finished (one at least), as they would have gone alone."""
+        passes, maker = self.loops[0].scales, self.maker
+        return alone(
+            self.spec,
+            max(1, len(self.ends)),
+            passes=passes,
+            batches=maker.scales if maker is not None else (),
+        )
+
     # ── batches ──
 
     def may_begin(self, loop: "Loop") -> bool:
@@ -125,13 +135,15 @@ class Run:
 class Maker:
     """Makes batches on accelerators that nobody shares (``profile.cycle.Batches`` has the rule)."""
 
-    __slots__ = ("done", "idle", "job", "part", "token")
+    __slots__ = ("done", "idle", "job", "part", "scales", "token")
 
     def __init__(self, job: Run) -> None:
         self.job, self.token, self.idle = job, 0, False
         self.part = job.spec.staleness - job.whole
         self.done = 0.0
         """The share of the present batch that is made."""
+        self.scales: list[Scale] = []
+        """Of every batch begun, if the job drifts."""
 
     def go_on(self) -> None:
         job = self.job
@@ -140,10 +152,14 @@ class Maker:
         if share <= self.done:
             self.idle = True
             return
-        make = job.spec.produce[job.made % len(job.spec.produce)]
+        make, scale = job.spec.produce[job.made % len(job.spec.produce)], UNCHANGED
+        if job.spec.drift:
+            if len(self.scales) <= job.made:
+                self.scales.append(job.spec.scale(job.engine.now))
+            scale = self.scales[job.made]
         self.token += 1
         job.engine.later(
-            job.engine.now + (share - self.done) * seconds(make), self._made, (self.token, share)
+            job.engine.now + (share - self.done) * seconds(make, scale), self._made, (self.token, share)
         )
 
     def _made(self, what: tuple[int, float]) -> None:
@@ -170,7 +186,7 @@ class Loop:
     """One process of a job. ``token`` changes whenever what it waits for is no longer wanted."""
 
     __slots__ = ("asked", "began", "count", "epoch", "idle", "index", "job", "lock", "mid", "name", "passes",
-                 "session", "step", "token")  # fmt: skip
+                 "scales", "session", "step", "token")  # fmt: skip
 
     def __init__(self, job: Run, passes: tuple[Pass, ...], name: str) -> None:
         self.job, self.passes, self.name = job, passes, name
@@ -184,16 +200,20 @@ class Loop:
         """Waits for a batch, or for a step to be finished."""
         self.mid = False
         """Within a pass."""
+        self.scales: list[Scale] = []
+        """Of every pass begun, if the job drifts."""
 
     def go_on(self) -> None:
         job, engine = self.job, self.job.engine
         if not self.mid and not job.may_begin(self):
             self.idle = True
             return
+        if job.spec.drift and len(self.scales) <= self.step:
+            self.scales.append(job.spec.scale(engine.now))
         self.mid = True
         part = self.passes[self.step % len(self.passes)][self.index]
         if not part.group:
-            self._run(part.seconds)
+            self._run(part.seconds * (self.scales[self.step][1] if self.scales else 1.0))
             return
         self.lock, self.asked = engine.locks[part.group], engine.now
         self.count += 1
@@ -204,17 +224,26 @@ class Loop:
         if token != self.token or lock is None:
             return  # it died on the way
         part = self.passes[self.step % len(self.passes)][self.index]
-        lock.post(
+        job.engine.asks(
+            lock,
             ev.AcquireRequested(
                 at=job.engine.now,
                 job=job.name,
                 incarnation=job.incarnation,
                 session=self.session,
-                request=RequestId(f"{self.session}/{self.count}"),
+                request=self._request(),
                 need=job.spec.need,
                 phase=part.name,
-            )
+            ),
         )
+
+    def _request(self) -> RequestId:
+        return RequestId(f"{self.session}/{self.count}")
+
+    @property
+    def awaits(self) -> RequestId | None:
+        """The request that it waits for; None while it does anything else."""
+        return self._request() if self.lock is not None and self.epoch is None else None
 
     def _say(self, act: Callable[[Any], None], what: Any) -> None:
         """A message takes its time."""
@@ -246,7 +275,8 @@ class Loop:
             job.registered.add(lock.name)
             for node in lock.nodes.values():
                 node.register(job.name, job.incarnation, job.spec.bytes, job.spec.need)
-        self._run(self.passes[self.step % len(self.passes)][self.index].seconds)
+        part = self.passes[self.step % len(self.passes)][self.index]
+        self._run(part.seconds * (self.scales[self.step][0] if self.scales else 1.0))
 
     def _run(self, length: float) -> None:
         engine = self.job.engine

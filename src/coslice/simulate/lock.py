@@ -82,6 +82,8 @@ class Lock:
                 case _:
                     assert_never(effect)
         self._arm()
+        if engine.gate is not None:
+            engine.gate.heard(self, event, taken)
 
     def _count_swap(self, swapping: bool) -> None:
         now = self.engine.now

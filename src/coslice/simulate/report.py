@@ -8,7 +8,6 @@ from msgspec import Struct
 from coslice.core.duty import duty_bound
 from coslice.simulate.engine import Engine
 from coslice.simulate.jobs import Run
-from coslice.simulate.solo import alone
 from coslice.simulate.spec import groups_of
 
 
@@ -78,7 +77,7 @@ def report(engine: Engine, *, policy: str) -> Report:
     solo: dict[str, list[float]] = {name: [] for name in engine.locks}
     for run in engine.runs.values():
         stay = max(0.0, (run.ends[-1] if run.left else engine.now) - max(run.arrival, engine.scenario.warmup))
-        for group, duty in alone(run.spec, max(1, len(run.ends))).duty.items():
+        for group, duty in run.alone().duty.items():
             solo[group].append(duty * min(1.0, stay / window) if window > 0 else 0.0)
     pools = {
         name: PoolReport(
@@ -124,7 +123,7 @@ def _job(engine: Engine, run: Run) -> JobReport | None:
     ends = [run.ends[first - 1] if first else run.arrival, *run.ends[first:]]
     if len(ends) < 2:
         return None
-    solo = alone(run.spec, len(run.ends))
+    solo = run.alone()
     solo_ends = [solo.ends[first - 1] if first else 0.0, *solo.ends[first:]]
     count = len(ends) - 1
     few = min(10, count)

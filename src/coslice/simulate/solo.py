@@ -4,10 +4,12 @@ The figures that sharing is measured against: a slowdown is a ratio to these ste
 these duties.
 """
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 from coslice.profile.cycle import Batches
-from coslice.simulate.spec import Job, Pass
+from coslice.simulate.spec import UNCHANGED, Job, Pass, Scale
 
 
 class Solo(Struct, frozen=True):
@@ -17,34 +19,42 @@ class Solo(Struct, frozen=True):
     """Share of the time in which it computes, by group."""
 
 
-def alone(job: Job, steps: int) -> Solo:
-    """``steps`` ≥ 1 steps of ``job`` on accelerators of its own."""
+def alone(job: Job, steps: int, *, passes: Sequence[Scale] = (), batches: Sequence[Scale] = ()) -> Solo:
+    """``steps`` ≥ 1 steps of ``job`` on accelerators of its own. ``passes``, ``batches``: how it drifted,
+    pass by pass of its loop and of what makes its batches."""
     ends, now = [], 0.0
     busy: dict[str, float] = {}
-    batches = Batches(job.staleness) if job.produce else None
+    ahead = Batches(job.staleness) if job.produce else None
     for k in range(steps):
-        if batches is not None:
-            made = _nth(job.produce, k)
-            now = max(now, batches.arrives(seconds(made)))
-            _count(busy, made)
-        step = _nth(job.loop, k)
-        now += seconds(step)
-        _count(busy, step)
+        if ahead is not None:
+            made, scale = _nth(job.produce, k), _scale(batches, k)
+            now = max(now, ahead.arrives(seconds(made, scale)))
+            _count(busy, made, scale)
+        step, scale = _nth(job.loop, k), _scale(passes, k)
+        now += seconds(step, scale)
+        _count(busy, step, scale)
         ends.append(now)
-        if batches is not None:
-            batches.finished(now)
+        if ahead is not None:
+            ahead.finished(now)
     return Solo(tuple(ends), {group: spent / now for group, spent in busy.items()} if now > 0 else {})
 
 
-def seconds(one: Pass) -> float:
-    return sum(part.seconds for part in one)
+def seconds(one: Pass, scale: Scale = UNCHANGED) -> float:
+    if scale is UNCHANGED:
+        return sum(part.seconds for part in one)
+    on, off = scale
+    return sum(part.seconds * (on if part.group else off) for part in one)
+
+
+def _scale(scales: Sequence[Scale], k: int) -> Scale:
+    return scales[k] if k < len(scales) else UNCHANGED
 
 
 def _nth(passes: tuple[Pass, ...], k: int) -> Pass:
     return passes[k % len(passes)]
 
 
-def _count(busy: dict[str, float], one: Pass) -> None:
+def _count(busy: dict[str, float], one: Pass, scale: Scale) -> None:
     for part in one:
         if part.group:
-            busy[part.group] = busy.get(part.group, 0.0) + part.seconds
+            busy[part.group] = busy.get(part.group, 0.0) + part.seconds * scale[0]

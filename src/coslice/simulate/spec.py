@@ -22,6 +22,20 @@ class Stretch(Struct, frozen=True):
 Pass = tuple[Stretch, ...]
 
 
+class Drift(Struct, frozen=True):
+    """From ``at`` on (seconds; passes that begin then) the job's stretches take ``factor`` times as long."""
+
+    at: float
+    factor: float
+    part: Literal["all", "on", "off"] = "all"
+    """``on``: those on accelerators of a group; ``off``: the others."""
+
+
+Scale = tuple[float, float]
+"""Of one pass: what its stretches on accelerators, and the others, are multiplied by."""
+UNCHANGED: Scale = (1.0, 1.0)
+
+
 class Job(Struct, frozen=True, kw_only=True):
     """A training run. ``loop``: what it does in step 1, 2, …, and after the last from the first again.
 
@@ -41,6 +55,16 @@ class Job(Struct, frozen=True, kw_only=True):
     arrival: float = 0.0
     steps: int = 0
     """Leaves after so many; 0: stays."""
+    drift: tuple[Drift, ...] = ()
+
+    def scale(self, at: float) -> Scale:
+        """Of a pass that begins at ``at``."""
+        on = off = 1.0
+        for drift in self.drift:
+            if at >= drift.at:
+                on *= drift.factor if drift.part != "off" else 1.0
+                off *= drift.factor if drift.part != "on" else 1.0
+        return on, off
 
 
 def alternating(name: str, on: float, off: float, *, group: str = "pool", **more: object) -> Job:
@@ -152,5 +176,7 @@ def _check_job(job: Job, pools: set[str]) -> None:
         raise ConfigError(f"{job.name}: durations must be 0 or more seconds, and finite")
     if any(sum(part.seconds for part in one) <= 0 for one in job.loop) and not job.produce:
         raise ConfigError(f"{job.name} has a step that takes no time: some stretch of it must last")
+    if not all(drift.at >= 0 and 0 < drift.factor < math.inf for drift in job.drift):
+        raise ConfigError(f"{job.name}: a drift begins at 0 s or later, and its factor is above 0")
     if job.staleness < 0:
         raise ConfigError(f"{job.name}: a staleness of {job.staleness} batches; give 0 or more")

@@ -23,6 +23,7 @@ _TABLE: dict[pb.Code.ValueType, tuple[type[errors.CosliceError], grpc.StatusCode
     pb.NO_ROOM: (errors.NoRoom, grpc.StatusCode.RESOURCE_EXHAUSTED),
     pb.FAILED: (errors.OperationFailed, grpc.StatusCode.INTERNAL),
     pb.DENIED: (errors.Denied, grpc.StatusCode.PERMISSION_DENIED),
+    pb.NOT_ADMITTED: (errors.NotAdmitted, grpc.StatusCode.RESOURCE_EXHAUSTED),
     pb.NODE_LOST: (errors.NodeLost, grpc.StatusCode.UNAVAILABLE),
 }
 

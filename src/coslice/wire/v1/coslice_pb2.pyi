@@ -59,6 +59,8 @@ class _CodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     NODE_LOST: _Code.ValueType  # 15
     DENIED: _Code.ValueType  # 16
     """the caller has not shown that it may"""
+    NOT_ADMITTED: _Code.ValueType  # 17
+    """it would slow down a member of the group beyond its bound"""
 
 class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
 
@@ -90,6 +92,8 @@ FAILED: Code.ValueType  # 14
 NODE_LOST: Code.ValueType  # 15
 DENIED: Code.ValueType  # 16
 """the caller has not shown that it may"""
+NOT_ADMITTED: Code.ValueType  # 17
+"""it would slow down a member of the group beyond its bound"""
 Global___Code: typing_extensions.TypeAlias = Code
 
 class _ContextState:
@@ -179,6 +183,7 @@ class Hello(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     START_TIME_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
+    PROFILE_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.str
     """token of this start of the job; shared by all its processes"""
@@ -190,6 +195,8 @@ class Hello(google.protobuf.message.Message):
     start_time: builtins.int
     """/proc/<pid>/stat field 22, clock ticks since boot"""
     rank: builtins.int
+    profile: builtins.str
+    """what the job says it will do: a coslice profile as JSON; empty: not known"""
     def __init__(
         self,
         *,
@@ -200,8 +207,9 @@ class Hello(google.protobuf.message.Message):
         pid: builtins.int = ...,
         start_time: builtins.int = ...,
         rank: builtins.int = ...,
+        profile: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "job", b"job", "node", b"node", "pid", b"pid", "rank", b"rank", "session", b"session", "start_time", b"start_time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "job", b"job", "node", b"node", "pid", b"pid", "profile", b"profile", "rank", b"rank", "session", b"session", "start_time", b"start_time"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -631,6 +639,7 @@ class GroupStatus(google.protobuf.message.Message):
     BYTES_MOVED_FIELD_NUMBER: builtins.int
     HELD_S_FIELD_NUMBER: builtins.int
     LOST_LEFT_S_FIELD_NUMBER: builtins.int
+    ADMISSION_FIELD_NUMBER: builtins.int
     group: builtins.str
     state: builtins.str
     """empty, resident, held, swapping"""
@@ -652,6 +661,8 @@ class GroupStatus(google.protobuf.message.Message):
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     @property
     def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobStatus]: ...
+    @property
+    def admission(self) -> Global___AdmissionStatus: ...
     def __init__(
         self,
         *,
@@ -668,12 +679,97 @@ class GroupStatus(google.protobuf.message.Message):
         bytes_moved: builtins.int = ...,
         held_s: builtins.float = ...,
         lost_left_s: builtins.float | None = ...,
+        admission: Global___AdmissionStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "lost_left_s", b"lost_left_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "bytes_moved", b"bytes_moved", "epoch", b"epoch", "group", b"group", "held_s", b"held_s", "job", b"job", "jobs", b"jobs", "lost_left_s", b"lost_left_s", "nodes", b"nodes", "policy", b"policy", "since", b"since", "state", b"state", "swaps", b"swaps", "waiters", b"waiters"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "admission", b"admission", "lost_left_s", b"lost_left_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "admission", b"admission", "bytes_moved", b"bytes_moved", "epoch", b"epoch", "group", b"group", "held_s", b"held_s", "job", b"job", "jobs", b"jobs", "lost_left_s", b"lost_left_s", "nodes", b"nodes", "policy", b"policy", "since", b"since", "state", b"state", "swaps", b"swaps", "waiters", b"waiters"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lost_left_s", b"_lost_left_s"]) -> typing.Literal["lost_left_s"] | None: ...
 
 Global___GroupStatus: typing_extensions.TypeAlias = GroupStatus
+
+@typing.final
+class AdmissionStatus(google.protobuf.message.Message):
+    """What the orchestrator measured of a group's jobs, and who may stay."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: builtins.int
+    MAX_SLOWDOWN_FIELD_NUMBER: builtins.int
+    SWAP_S_FIELD_NUMBER: builtins.int
+    MEMBERS_FIELD_NUMBER: builtins.int
+    DECISIONS_FIELD_NUMBER: builtins.int
+    mode: builtins.str
+    """off, warn, enforce"""
+    max_slowdown: builtins.float
+    swap_s: builtins.float
+    """one change of hands, as measured"""
+    @property
+    def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AdmissionMember]: ...
+    @property
+    def decisions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """the latest, in prose, the oldest first"""
+
+    def __init__(
+        self,
+        *,
+        mode: builtins.str = ...,
+        max_slowdown: builtins.float = ...,
+        swap_s: builtins.float = ...,
+        members: collections.abc.Iterable[Global___AdmissionMember] | None = ...,
+        decisions: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["decisions", b"decisions", "max_slowdown", b"max_slowdown", "members", b"members", "mode", b"mode", "swap_s", b"swap_s"]) -> None: ...
+
+Global___AdmissionStatus: typing_extensions.TypeAlias = AdmissionStatus
+
+@typing.final
+class AdmissionMember(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    CYCLES_FIELD_NUMBER: builtins.int
+    ON_S_FIELD_NUMBER: builtins.int
+    OFF_S_FIELD_NUMBER: builtins.int
+    SLOWDOWN_FIELD_NUMBER: builtins.int
+    PREDICTED_FIELD_NUMBER: builtins.int
+    QUEUED_S_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    DRIFTS_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    state: builtins.str
+    """probation, seated, judged, queued, refused"""
+    cycles: builtins.int
+    """measured, since the last drift"""
+    on_s: builtins.float
+    """of a cycle, as measured (or declared)"""
+    off_s: builtins.float
+    slowdown: builtins.float
+    """measured, rolling over ten cycles; 0: not known yet"""
+    predicted: builtins.float
+    """0: nobody asked yet"""
+    queued_s: builtins.float
+    """in all"""
+    reason: builtins.str
+    """why it is not seated"""
+    drifts: builtins.int
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        state: builtins.str = ...,
+        cycles: builtins.int = ...,
+        on_s: builtins.float = ...,
+        off_s: builtins.float = ...,
+        slowdown: builtins.float = ...,
+        predicted: builtins.float = ...,
+        queued_s: builtins.float = ...,
+        reason: builtins.str = ...,
+        drifts: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cycles", b"cycles", "drifts", b"drifts", "job", b"job", "off_s", b"off_s", "on_s", b"on_s", "predicted", b"predicted", "queued_s", b"queued_s", "reason", b"reason", "slowdown", b"slowdown", "state", b"state"]) -> None: ...
+
+Global___AdmissionMember: typing_extensions.TypeAlias = AdmissionMember
 
 @typing.final
 class WaiterStatus(google.protobuf.message.Message):
