@@ -5,6 +5,7 @@ state, sockets between them. Plain copies (memcpy; malloc, memcpy and free) are 
 the same bytes with as many threads, in pairs with the swaps, so that a busy machine slows both.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -217,10 +218,20 @@ def _cuda(_size: int, _rounds: int) -> dict[str, Any]:
     from coslice.cli.bench_cuda import measure_cuda_overhead
     from coslice.testing.fake_cuda import CannotBuild
 
+    lacking = [name for name in ("cuda.bindings", "pynvml") if not _importable(name)]
     try:
+        if lacking:
+            raise CannotBuild(f"{' and '.join(lacking)} cannot be imported: pip install 'coslice[cuda]'")
         return {"cuda_overhead_ms": measure_cuda_overhead().overhead_ms}
     except CannotBuild as error:
         return {"notes": [f"cuda_overhead_ms was not measured: {error}"]}
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
 
 
 def _ratio(above: Sequence[float], below: Sequence[float]) -> float:

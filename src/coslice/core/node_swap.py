@@ -38,7 +38,9 @@ from coslice.core.node_returning import try_restore
 from coslice.core.node_turn import NodeTurn, fail, pid_of
 
 SPARE_PERCENT = 6
-"""More than lacks is asked of a part that leaves: a snapshot counts when 95 % of its bytes are free."""
+"""More than lacks is asked of a second part: a snapshot counts when 95 % of its bytes are free."""
+LEAST_AGAIN = 16
+"""A second part has a sixteenth of what has left already at least, so that parts come to an end."""
 
 
 def advance(turn: NodeTurn) -> None:
@@ -119,19 +121,21 @@ def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> None:
 
 
 def _part(held: Holdings, op: Operation, evictee: Context, need: int) -> int:
-    """How many bytes of it are enough, with some to spare for what allocators keep; 0: all must go.
+    """How many bytes of it are enough; 0: all must go.
 
-    Once in an operation: if that was not enough, the rest goes too.
+    First exactly what lacks. What allocators kept of that is known afterwards, by measure: if there is still
+    no room, another part follows, with some to spare.
     """
     lack = lacking(held, op.job, need, others(held, op.job))
-    if not lack or not evictee.divisible or evictee.job in op.evicted:
+    if not lack or not evictee.divisible:
         return 0
     place = evictee.place
     if not isinstance(place, Partly) and place != Live():
         return 0
-    least = lack + lack * SPARE_PERCENT // 100 + MIB
     saved = place.saved if isinstance(place, Partly) else 0
-    return least if least < evictee.bytes - saved else 0
+    if evictee.job in op.evicted:
+        lack = max(lack + lack * SPARE_PERCENT // 100 + MIB, saved // LEAST_AGAIN)
+    return lack if lack < evictee.bytes - saved else 0
 
 
 def _evict_lost(turn: NodeTurn, op: Operation, evictee: Context, place: Lost) -> None:
