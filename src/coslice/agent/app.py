@@ -22,12 +22,13 @@ from coslice.agent import cuda
 from coslice.agent.backends.base import NodeContext
 from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import BufferServer, HostBuffers
-from coslice.agent.config import AgentConfig, GroupDevices, buffer_socket, split_address, validate
+from coslice.agent.config import AgentConfig, GroupDevices, buffer_socket, validate
 from coslice.agent.direct import DirectApi
 from coslice.agent.discovery.surveyor import Surveyor
 from coslice.agent.group import CODEC, ServedGroup, holdings_for
 from coslice.agent.link import Link
 from coslice.agent.members import Member, Members
+from coslice.agent.metrics import OF_NODE, Meter, of_node
 from coslice.agent.occupancy import Occupancy
 from coslice.agent.registry import Registry
 from coslice.agent.service import AgentService
@@ -35,10 +36,13 @@ from coslice.agent.tickets import Tickets
 from coslice.agent.tiers.disk import DiskTier
 from coslice.core.ids import GroupId, JobId
 from coslice.errors import ConfigError
+from coslice.observe.board import Board
+from coslice.observe.metric import Reading, Source
 from coslice.runtime.clock import LoopClock
 from coslice.runtime.supervisor import Supervisor
 from coslice.security import access
 from coslice.security.access import Guard
+from coslice.security.addresses import split_address
 from coslice.security.files import private_directory
 from coslice.security.listening import server_credentials
 from coslice.security.tokens import read_keys
@@ -79,8 +83,13 @@ class Baselines(msgspec.Struct):
 class AgentApp:
     """``config.state_dir`` may be ``":memory:"``: then nothing survives a restart."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, *, board: Board | None = None) -> None:
+        """``board``: where its metrics and its readiness go; None: nobody asks for them."""
         self.config = config
+        self._board = board
+        self._meter = Meter(board.registry) if board is not None else None
+        if board is not None:
+            board.ready["agent"] = self._why_not_ready
         self.members = Members()
         self.backends: Backends
         self.groups: dict[GroupId, ServedGroup] = {}
@@ -189,6 +198,8 @@ class AgentApp:
         if self._accelerator() == "cuda":
             self._supervisor.start("occupancy", self._occupancy.run())
         await self._serve(registry, buffers, backend)
+        if self._board is not None:
+            self._board.add(Source(OF_NODE, lambda: self._readings(buffers), lambda taken: taken))
         if config.orchestrator is not None:
             self._link = Link(
                 config.orchestrator,
@@ -224,7 +235,19 @@ class AgentApp:
             buffers=buffers,
             backend=backend,
             publish=self._publish,
+            meter=self._meter,
         )
+
+    def _why_not_ready(self) -> str:
+        if not self._address:
+            return "it is starting"
+        if self.config.orchestrator is not None and (self._link is None or not self._link.attached.is_set()):
+            return f"no orchestrator has welcomed it at {self.config.orchestrator}"
+        return ""
+
+    def _readings(self, buffers: HostBuffers) -> tuple[Reading, ...]:
+        attached = self._link is not None and self._link.attached.is_set()
+        return tuple(of_node(self.groups.values(), buffers, attached=attached))
 
     async def _serve(self, registry: Registry, buffers: HostBuffers, backend: Backends) -> None:
         direct = DirectApi(self.members, backend, self.groups, instance=self.instance, adopt=registry.adopt)

@@ -11,9 +11,11 @@ from msgspec import Struct
 from coslice.core.ids import GroupId, NodeId, check_name
 from coslice.errors import ConfigError
 from coslice.security import listening
+from coslice.security.addresses import split_address
 from coslice.security.credentials import PLAIN, Credentials
 from coslice.security.listening import Tls
 
+DEFAULT_LISTEN = "127.0.0.1:9001"
 UNIX_PATH_MAX = 107
 """``sun_path`` of ``sockaddr_un`` holds 108 bytes with its terminator (unix(7))."""
 
@@ -43,7 +45,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     groups: tuple[GroupDevices, ...] = ()
     orchestrator: str | None = None
     """``host:port`` to dial; None: direct API only."""
-    listen: str = "127.0.0.1:9001"
+    listen: str = DEFAULT_LISTEN
     tls: Tls | None = None
     """Encrypts what it serves and, with the certificate as proof, what it dials."""
     token_secret: str | None = None
@@ -75,14 +77,6 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     """Settings of backends, by name; which there are says each backend (docs/backends.md)."""
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` → its parts; raises ``ConfigError`` naming what is wrong."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{address!r} is not an address: write host:port, for example 127.0.0.1:9001")
-    return host.strip("[]"), int(port)
-
-
 def buffer_socket(config: AgentConfig) -> Path:
     return Path(config.runtime_dir) / "buffers.sock"
 
@@ -95,7 +89,7 @@ def validate(config: AgentConfig) -> None:
             check_name("group", devices.group)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    host, _ = split_address(config.listen)
+    host, _ = split_address(config.listen, example=DEFAULT_LISTEN)
     security = listening.Security(config.tls, config.token_secret, config.allow_remote)
     listening.check("agent", config.listen, host, security)
     if config.orchestrator is not None:

@@ -7,7 +7,7 @@ means is the core's business; how bytes move is the backend's.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, assert_never
 
@@ -16,9 +16,11 @@ from msgspec.structs import replace
 from coslice.agent import convert
 from coslice.agent.ahead import Ahead
 from coslice.agent.backends.base import Backend, Elastic, MoveError
+from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import HostBuffers, NoHostMemory
 from coslice.agent.config import AgentConfig, GroupDevices
 from coslice.agent.members import Member, Members
+from coslice.agent.metrics import UNKNOWN, Meter
 from coslice.agent.processes import kill
 from coslice.agent.sampler import UsageSampler
 from coslice.agent.tiers.disk import Damaged
@@ -28,6 +30,7 @@ from coslice.core import events as ev
 from coslice.core.holdings import Context, Holdings, NodeRules, facts, find, fits_beside, need_of, others
 from coslice.core.ids import Epoch, Incarnation, JobId, MemberId, OpId
 from coslice.core.outcome import Rejected, Step
+from coslice.errors import ConfigError
 from coslice.runtime.clock import Clock
 from coslice.runtime.driver import Driver, Stopped
 from coslice.store.codec import Codec
@@ -78,8 +81,10 @@ class ServedGroup:
         buffers: HostBuffers,
         backend: Backend,
         publish: Callable[[pb.AgentMessage], None],
+        meter: Meter | None = None,
     ) -> None:
         self.id = devices.group
+        self._meter = meter
         self.devices = devices
         self._config, self._clock = config, clock
         self._members, self._buffers, self._backend, self._publish = members, buffers, backend, publish
@@ -280,11 +285,11 @@ class ServedGroup:
                 self.kill(effect.job, effect.reason)
             case fx.ReportDone():
                 self._end_ahead()
-                self._reason = effect.reason
+                self._reported(effect)
                 self._publish(convert.done_to_pb(self.id, effect, self.residency()))
             case fx.ReportFailed():
                 self._end_ahead()
-                self._reason = effect.reason
+                self._reported(effect)
                 self._publish(convert.failed_to_pb(self.id, effect, self.residency()))
             case fx.PushFacts():
                 self._publish(pb.AgentMessage(residency=self.residency()))
@@ -294,9 +299,24 @@ class ServedGroup:
             case _:
                 assert_never(effect)
 
+    def _reported(self, report: fx.ReportDone | fx.ReportFailed) -> None:
+        self._reason = report.reason
+        if self._meter is not None:
+            self._meter.reported(self.id, report)
+
+    def _backend_of(self, members: Sequence[Member]) -> str:
+        """For people: which backend moves them."""
+        if not isinstance(self._backend, Backends):
+            return self._backend.capabilities().name
+        try:
+            return self._backend.name_for(members)
+        except (ConfigError, MoveError):  # the move says so itself
+            return UNKNOWN
+
     async def _snapshot(self, effect: fx.RunSnapshot) -> None:
         members = self._members.of_job(self.id, effect.job)
         name = f"{effect.op}/{effect.job}/{effect.attempt}"
+        backend = self._backend_of(members)
         try:
             ahead = await self._bring_ahead(effect)
             if isinstance(self._backend, Elastic):
@@ -304,6 +324,8 @@ class ServedGroup:
             else:
                 done = await self._backend.snapshot(members, op=name)
         except Exception as error:
+            if self._meter is not None:
+                self._meter.failed(self.id, backend, "snapshot", error)
             self.driver.tell(
                 ev.SnapshotFailed(
                     at=self._clock.now(),
@@ -316,6 +338,8 @@ class ServedGroup:
                 )
             )
             return
+        if self._meter is not None:
+            self._meter.snapshotted(self.id, backend, done)
         self.driver.tell(
             ev.SnapshotSucceeded(
                 at=self._clock.now(),
@@ -380,9 +404,12 @@ class ServedGroup:
         await self._clear_of_ahead(but=effect.op)
         if self._ahead is not None:
             self._ahead.end()
+        backend = self._backend_of(members)
         try:
             done = await self._backend.restore(members, op=name)
         except Exception as error:
+            if self._meter is not None:
+                self._meter.failed(self.id, backend, "restore", error)
             self.driver.tell(
                 ev.RestoreFailed(
                     at=self._clock.now(),
@@ -394,6 +421,8 @@ class ServedGroup:
                 )
             )
             return
+        if self._meter is not None:
+            self._meter.restored(self.id, backend, done)
         self.driver.tell(
             ev.RestoreSucceeded(
                 at=self._clock.now(),
@@ -418,6 +447,8 @@ class ServedGroup:
         for each in further:  # processes of the job that did not register themselves
             kill(each.pid, each.started)
         hit = [member for member in members if member.process is not None and member.process.kill()]
+        if self._meter is not None:
+            self._meter.killed(self.id)
         log.warning("killing job %s (pids %s): %s", job, ", ".join(str(m.pid) for m in hit) or "none", reason)
         ends = [member.process.ended.wait() for member in members if member.process is not None]
         try:

@@ -90,6 +90,15 @@ ListenAgents = Annotated[
         "--listen-agents", metavar="HOST:PORT", help="With TLS: where agents attach. Default: the next port."
     ),
 ]
+Http = Annotated[
+    str | None,
+    typer.Option(
+        "--http",
+        metavar="HOST:PORT",
+        help="Serve [b]/metrics[/b] for Prometheus, [b]/healthz[/b] and [b]/readyz[/b] here; port 0: any. "
+        "Beyond loopback it needs TLS and tokens as the other ports do.",
+    ),
+]
 DEFAULT_ORCHESTRATOR = "127.0.0.1:50051"
 DEFAULT_AGENT = "127.0.0.1:9001"
 
@@ -159,6 +168,7 @@ def up(
     token_secret: TokenSecret = None,
     listen_agents: ListenAgents = None,
     insecure: Insecure = False,
+    http: Http = None,
     json: Json = False,
 ) -> None:
     """Run orchestrator and agent of this machine in one process, until Ctrl-C."""
@@ -179,6 +189,7 @@ def up(
             backends=tuple(backend or ()),
             security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
             listen_agents=listen_agents,
+            http=http,
             json=json,
         )
     )
@@ -195,6 +206,7 @@ def orchestrator(
     token_secret: TokenSecret = None,
     listen_agents: ListenAgents = None,
     insecure: Insecure = False,
+    http: Http = None,
     json: Json = False,
 ) -> None:
     """Run the orchestrator alone; agents of several nodes dial in."""
@@ -206,6 +218,7 @@ def orchestrator(
         policy=policy,
         security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
         listen_agents=listen_agents,
+        http=http,
         json=json,
     )
 
@@ -230,6 +243,7 @@ def agent(
     tls_ca: TlsCa = None,
     token_secret: TokenSecret = None,
     insecure: Insecure = False,
+    http: Http = None,
     json: Json = False,
 ) -> None:
     """Run the Snapshot Agent of this node alone; it dials the orchestrator."""
@@ -247,6 +261,7 @@ def agent(
         node=node,
         backends=tuple(backend or ()),
         security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
+        http=http,
         json=json,
     )
     run_agent(options)

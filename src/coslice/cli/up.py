@@ -27,6 +27,8 @@ from coslice.agent.config import AgentConfig, GroupDevices
 from coslice.core.ids import GroupId, NodeId, check_name
 from coslice.core.policy import policy_named
 from coslice.errors import ConfigError
+from coslice.observe.board import Board
+from coslice.observe.http import HttpServer
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
 from coslice.security.credentials import Credentials, credentials_from
@@ -57,6 +59,7 @@ class UpOptions:
     security: Security = LOCAL_ONLY
     listen_agents: str | None = None
     backends: tuple[str, ...] = ()
+    http: str | None = None
     json: bool = False
 
 
@@ -68,6 +71,7 @@ class App(Protocol):
 def run_up(options: UpOptions) -> None:
     devices = _devices(options)
     policy = _policy(options.policy)
+    pages = _Pages(options.http, options.security)
     with _StateDir(options.state, "up", ephemeral=options.ephemeral) as folder:
         orchestrator = OrchestratorApp(
             OrchestratorConfig(
@@ -77,18 +81,21 @@ def run_up(options: UpOptions) -> None:
                 store=str(folder / "orchestrator.db"),
                 journal=str(folder / "journal.jsonl"),
                 groups=tuple(GroupConfig(id=device.group, policy=policy) for device in devices),
-            )
+            ),
+            board=pages.board,
         )
 
         async def serve(stack: AsyncExitStack) -> None:
+            await pages.start(stack)
             await _start(stack, orchestrator)
             # The agent dials the address that was really bound: port 0 asks the system for a free one.
             agent = AgentApp(
-                _agent_config(options, devices, _within(orchestrator.agents_address), folder, own=True)
+                _agent_config(options, devices, _within(orchestrator.agents_address), folder, own=True),
+                board=pages.board,
             )
             await _start(stack, agent)
             await agent.wait_ready()
-            _announce_up(options, devices, orchestrator.address, agent.address, folder)
+            _announce_up(options, devices, orchestrator.address, agent.address, folder, pages)
 
         _run_until_signal(serve)
 
@@ -100,9 +107,11 @@ def run_orchestrator(
     policy: str,
     security: Security = LOCAL_ONLY,
     listen_agents: str | None = None,
+    http: str | None = None,
     json: bool,
 ) -> None:
     name = _policy(policy)
+    pages = _Pages(http, security)
     with _StateDir(state, "orchestrator", ephemeral=False) as folder:
         app = OrchestratorApp(
             OrchestratorConfig(
@@ -114,16 +123,18 @@ def run_orchestrator(
                 groups=(),
                 open_groups=True,
                 default_policy=name,
-            )
+            ),
+            board=pages.board,
         )
 
         async def serve(stack: AsyncExitStack) -> None:
+            await pages.start(stack)
             await _start(stack, app)
             agents = f", agents at [b]{app.agents_address}[/b]" if app.agents_address != app.address else ""
             _say(
                 json,
-                {"ready": True, "orchestrator": app.address, "agents": app.agents_address},
-                f"orchestrator at [b]{app.address}[/b]{agents}",
+                {"ready": True, "orchestrator": app.address, "agents": app.agents_address, **pages.data()},
+                f"orchestrator at [b]{app.address}[/b]{agents}{pages.text()}",
             )
 
         _run_until_signal(serve)
@@ -131,15 +142,18 @@ def run_orchestrator(
 
 def run_agent(options: UpOptions) -> None:
     devices = _devices(options)
+    pages = _Pages(options.http, options.security)
     with _StateDir(options.state, f"agent-{_node(options)}", ephemeral=options.ephemeral) as folder:
-        agent = AgentApp(_agent_config(options, devices, options.listen, folder))
+        agent = AgentApp(_agent_config(options, devices, options.listen, folder), board=pages.board)
 
         async def serve(stack: AsyncExitStack) -> None:
+            await pages.start(stack)
             await _start(stack, agent)
             _say(
                 options.json,
-                {"ready": True, "agent": agent.address, "node": _node(options)},
-                f"agent of node [b]{_node(options)}[/b] at [b]{agent.address}[/b], dialling {options.listen}",
+                {"ready": True, "agent": agent.address, "node": _node(options), **pages.data()},
+                f"agent of node [b]{_node(options)}[/b] at [b]{agent.address}[/b], dialling {options.listen}"
+                f"{pages.text()}",
             )
 
         _run_until_signal(serve)
@@ -315,6 +329,25 @@ class _StateDir:
             shutil.rmtree(self._path, ignore_errors=True)
 
 
+class _Pages:
+    """The HTTP pages of a process, if ``--http`` asks for them: metrics, health."""
+
+    def __init__(self, listen: str | None, security: Security) -> None:
+        self.board = Board() if listen else None
+        self._server = HttpServer(self.board, listen, security) if listen and self.board else None
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """First of all: whoever asks while the rest starts is told so."""
+        if self._server is not None:
+            await _start(stack, self._server)
+
+    def data(self) -> dict[str, str]:
+        return {} if self._server is None else {"http": self._server.url}
+
+    def text(self) -> str:
+        return "" if self._server is None else f"\n  metrics: {self._server.url}/metrics"
+
+
 # ── running ────────────────────────────────────────────────────────────────
 
 
@@ -346,7 +379,12 @@ def _say(as_json: bool, data: dict[str, object], text: str) -> None:
 
 
 def _announce_up(
-    options: UpOptions, devices: tuple[GroupDevices, ...], orchestrator: str, agent: str, folder: Path
+    options: UpOptions,
+    devices: tuple[GroupDevices, ...],
+    orchestrator: str,
+    agent: str,
+    folder: Path,
+    pages: _Pages,
 ) -> None:
     lines = [f"[b]coslice is up[/b]   orchestrator {orchestrator}   agent {agent}   (Ctrl-C stops both)"]
     for device in devices:
@@ -357,7 +395,7 @@ def _announce_up(
         )
     flag = "" if orchestrator == "127.0.0.1:50051" else f" -o {orchestrator} --agent {agent}"
     group = f" --group {devices[0].group}" if len(devices) > 1 else ""
-    lines.append(f"  journal: {escape(str(folder / 'journal.jsonl'))}")
+    lines.append(f"  journal: {escape(str(folder / 'journal.jsonl'))}{pages.text()}")
     lines.append(f"next:  coslice run{flag}{group} --job a -- python train_a.py")
     data: dict[str, object] = {
         "ready": True,
@@ -366,5 +404,6 @@ def _announce_up(
         "groups": [str(device.group) for device in devices],
         "state": str(folder),
         "journal": str(folder / "journal.jsonl"),
+        **pages.data(),
     }
     _say(options.json, data, "\n".join(lines))

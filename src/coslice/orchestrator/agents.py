@@ -40,6 +40,10 @@ class Agents:
         self._expected: dict[GroupId, JobId] = {}
         self._stopping = False
 
+    def __len__(self) -> int:
+        """Nodes that are attached."""
+        return len(self._links)
+
     def attached(self, node: NodeId) -> bool:
         return node in self._links
 

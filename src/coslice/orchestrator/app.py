@@ -21,10 +21,16 @@ from msgspec.structs import replace
 from coslice.core import effects as fx
 from coslice.core.ids import GroupId
 from coslice.errors import ConfigError
+from coslice.observe.board import Board
+from coslice.observe.metric import Reading, Source
+from coslice.orchestrator import metrics
 from coslice.orchestrator.admin import Admin
 from coslice.orchestrator.agents import Agents
-from coslice.orchestrator.config import OrchestratorConfig, agents_address, check, split_address
+from coslice.orchestrator.config import OrchestratorConfig, agents_address, check
 from coslice.orchestrator.groups import Groups
+from coslice.orchestrator.job_meter import OF_JOBS
+from coslice.orchestrator.metrics import Pushed
+from coslice.orchestrator.observer import Observer
 from coslice.orchestrator.outbox import End
 from coslice.orchestrator.service import OrchestratorService
 from coslice.orchestrator.sessions import Session, Sessions
@@ -37,6 +43,7 @@ from coslice.runtime.journal import Journal
 from coslice.runtime.supervisor import Supervisor
 from coslice.security import access
 from coslice.security.access import Guard
+from coslice.security.addresses import split_address
 from coslice.security.listening import server_credentials
 from coslice.security.tokens import read_keys
 from coslice.store import Store, make_store
@@ -62,8 +69,15 @@ MAX_TEXT = 4096
 class OrchestratorApp:
     """``start`` once, ``stop`` once; ``address`` is known in between."""
 
-    def __init__(self, config: OrchestratorConfig) -> None:
+    def __init__(self, config: OrchestratorConfig, *, board: Board | None = None) -> None:
+        """``board``: where its metrics and its readiness go; None: nobody asks for them."""
         self.config = config
+        self.leading: Callable[[], bool] = lambda: True
+        """Does this process grant? Asked for the metric ``coslice_leader``; one alone always does."""
+        self._board = board
+        self._pushed = Pushed(board.registry) if board is not None else None
+        if board is not None:
+            board.ready["orchestrator"] = lambda: "" if self._ready.is_set() else "it is starting"
         self.instance = ""
         """Changes with every start; clients and agents see it in their welcome."""
         self._address = ""
@@ -131,6 +145,7 @@ class OrchestratorApp:
             clock=clock,
             supervisor=self._supervisor,
             changed=changed,
+            observer=Observer(self._pushed),
         )
         sessions = Sessions(groups=groups, clock=clock, grace=config.session_grace, limit=config.max_sessions)
         agents = Agents(groups=groups, clock=clock, instance=self.instance)
@@ -167,6 +182,7 @@ class OrchestratorApp:
             groups=groups, sessions=sessions, verbs=verbs, clock=clock, instance=self.instance
         )
         groups.start(saved, perform)
+        self._show(groups, sessions, agents, journal, clock)
         service = OrchestratorService(
             instance=self.instance,
             groups=groups,
@@ -181,6 +197,30 @@ class OrchestratorApp:
             tls=config.tls is not None,
         )
         return service, upstream
+
+    def _show(
+        self, groups: Groups, sessions: Sessions, agents: Agents, journal: Journal, clock: Clock
+    ) -> None:
+        """What is read whenever somebody asks for the metrics."""
+        board, pushed = self._board, self._pushed
+        if board is None or pushed is None:
+            return
+
+        def of_groups() -> metrics.Taken:
+            return metrics.Taken(tuple(lock.state for lock in groups), clock.now())
+
+        def of_process() -> metrics.Process:
+            lost = sessions.lost_count
+            connected = len(sessions) - lost
+            return metrics.Process(self.leading(), connected, lost, len(agents), journal.lost)
+
+        def of_jobs() -> tuple[Reading, ...]:
+            pushed.jobs.prune({lock.id: lock.state for lock in groups})
+            return pushed.jobs.take()
+
+        board.add(Source(metrics.OF_GROUPS, of_groups, metrics.of_groups))
+        board.add(Source(metrics.OF_PROCESS, of_process, metrics.of_process))
+        board.add(Source(OF_JOBS, of_jobs, lambda found: found))
 
     async def wait_ready(self) -> None:
         """Returns once ``start`` is done."""

@@ -13,6 +13,7 @@ from coslice.core.ids import check_name
 from coslice.core.policy import policy_named
 from coslice.errors import ConfigError
 from coslice.security import listening
+from coslice.security.addresses import split_address
 from coslice.security.listening import Tls
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
@@ -151,14 +152,3 @@ def agents_address(config: OrchestratorConfig) -> str:
         return config.listen_agents
     host, _, port = config.listen.rpartition(":")
     return f"{host}:{int(port) + 1 if int(port) else 0}"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` or ``[v6]:port``; raises ``ConfigError``."""
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(
-            f"{address!r} is not host:port, for example {DEFAULT_LISTEN}", data={"listen": address}
-        )
-    return host, int(port)

@@ -21,6 +21,7 @@ from coslice.core.outcome import Step
 from coslice.core.policy import policy_named
 from coslice.orchestrator import convert
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig, rules
+from coslice.orchestrator.observer import Observer
 from coslice.runtime.clock import Clock
 from coslice.runtime.driver import Driver
 from coslice.runtime.journal import Journal
@@ -87,9 +88,11 @@ class Groups:
         clock: Clock,
         supervisor: Supervisor,
         changed: Callable[[GroupId], None],
+        observer: Observer,
     ) -> None:
         self._config, self._store, self._journal = config, store, journal
         self._clock, self._supervisor, self._changed = clock, supervisor, changed
+        self._observer = observer
         self._configured = {group.id: group for group in config.groups}
         self._locks: dict[str, GroupLock] = {}
         self._deleted: dict[str, Slot[Group]] = {}
@@ -153,6 +156,7 @@ class Groups:
         if self._locks.get(lock.config.id) is lock:
             del self._locks[lock.config.id]
             self._deleted[lock.config.id] = lock.slot
+            self._observer.deleted(lock.id)
 
     def _config_of(self, name: str) -> GroupConfig:
         return self._configured.get(name) or GroupConfig(id=name, policy=self._config.default_policy)
@@ -166,6 +170,7 @@ class Groups:
             state = replace(state, epoch=saved.epoch if saved is not None else state.epoch)
         else:
             state = core.restarted(replace(saved, rules=rules(self._config)), now)
+        self._observer.opened(state)
         driver: Driver[Group, ev.GroupEvent, fx.GroupEffect] = Driver(
             name=config.id,
             state=state,
@@ -194,4 +199,5 @@ class Groups:
         lock = self._locks.get(name)
         if step.reasons and lock is not None:
             lock.decisions.append(Decision(at=at, event=event, reasons=step.reasons))
+        self._observer.heard(event, step)
         self._journal.record(name, at, event, step, brief(step.state))

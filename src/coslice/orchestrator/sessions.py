@@ -155,6 +155,11 @@ class Sessions:
     def connected(self) -> Iterable[Session]:
         return (session for session in self._sessions.values() if session.outbox is not None)
 
+    @property
+    def lost_count(self) -> int:
+        """Sessions without a stream, in their grace."""
+        return len(self._sessions) - sum(1 for _ in self.connected())
+
     def perform(self, group: GroupId, effect: ClientEffect) -> None:
         session = self._sessions.get(effect.session)
         if session is not None:  # without a stream it asks again when it is back

@@ -1,0 +1,50 @@
+"""The board of one process: its metrics, whether it is ready, and further pages. Served by ``observe.http``.
+
+An app adds what it has when it is made; one board may carry several apps (``coslice up``).
+"""
+
+import asyncio
+import importlib.metadata
+from collections.abc import Callable
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from starlette.routing import BaseRoute
+
+from coslice.observe.metric import Metric, Readings, Source
+
+INFO = Metric("coslice_info", "gauge", "Always 1; the version that runs here.", ("version",))
+
+
+class Board:
+    def __init__(self) -> None:
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # series nobody asks for
+        self.registry = CollectorRegistry()
+        """Counters and histograms register themselves here."""
+        ProcessCollector(registry=self.registry)  # process_*: CPU, memory, files of this process
+        self._readings = Readings()
+        self.ready: dict[str, Callable[[], str]] = {}
+        """By part: why it is not ready; empty: it is."""
+        self.routes: list[BaseRoute] = []
+        """Further pages. They are served to whoever may read the metrics."""
+        version = importlib.metadata.version("coslice")
+        self.add(Source((INFO,), lambda: None, lambda _: [(INFO, (version,), 1.0)]))
+
+    def add(self, source: Source) -> None:
+        """Values that are read when somebody asks."""
+        self._readings.sources.append(source)
+
+    async def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format. Only taking hold of states happens on the event loop."""
+        self._readings.take()
+        return await asyncio.to_thread(self._render)
+
+    def _render(self) -> bytes:
+        both = CollectorRegistry()
+        both.register(self._readings)
+        return generate_latest(both) + generate_latest(self.registry)
+
+    def waiting_for(self) -> dict[str, str]:
+        """The parts that are not ready, each with why."""
+        found = {part: why() for part, why in self.ready.items()}
+        return {part: why for part, why in found.items() if why}

@@ -1,0 +1,159 @@
+"""HTTP for people and Prometheus: ``/metrics``, ``/healthz``, ``/readyz`` and what else the board has.
+
+Runs in the event loop of the process. The same rule as for every other port: what other machines can reach
+needs TLS and tokens (any valid token may read), or is refused; metrics name jobs. The two health pages say
+nothing of jobs and are open to all, for probes that have no token.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coslice.errors import ConfigError
+from coslice.observe.board import Board
+from coslice.security import listening
+from coslice.security.addresses import split_address
+from coslice.security.listening import LOCAL_ONLY, Security
+from coslice.security.tokens import InvalidToken, read_keys, verify
+
+log = logging.getLogger(__name__)
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+OPEN = ("/healthz", "/readyz")
+GRACE_S = 1
+"""For answers that are under way when the process stops."""
+
+
+class HttpServer:
+    """``start`` once, ``stop`` once; ``address`` is known in between."""
+
+    def __init__(self, board: Board, listen: str, security: Security = LOCAL_ONLY) -> None:
+        self._board, self._listen, self._security = board, listen, security
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.address = ""
+        """``host:port`` as really bound."""
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self._security.tls is not None else 'http'}://{self.address}"
+
+    async def start(self) -> None:
+        """Raises ``ConfigError`` for an address that cannot be listened on, or may not be."""
+        security, (host, port) = self._security, split_address(self._listen)
+        listening.check("metrics page", self._listen, host, security)
+        keys = read_keys(security.token_secret) if security.token_secret is not None else ()
+        bound = _bind(host, port)
+        port = bound.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        config = uvicorn.Config(
+            make_app(self._board, keys),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        config.load()
+        if security.tls is not None:
+            config.ssl = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            config.ssl.load_cert_chain(security.tls.cert, security.tls.key)
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve([bound]), name="http")
+        self._task.add_done_callback(_ended)
+        log.info("metrics at %s/metrics", self.url)
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        if self._server is None or self._task is None:
+            return
+        self._server.should_exit = True
+        await asyncio.wait([self._task])
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals are the command line's
+
+
+def _ended(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the metrics page broke: %s", error, exc_info=error)
+
+
+def make_app(board: Board, keys: Sequence[bytes] = ()) -> Starlette:
+    """``keys``: that tokens are checked with; none: no token is asked for."""
+
+    async def metrics(_: Request) -> Response:
+        return Response(await board.exposition(), media_type=TEXT)
+
+    async def healthz(_: Request) -> Response:
+        return PlainTextResponse("ok\n")  # the event loop answers
+
+    async def readyz(_: Request) -> Response:
+        waiting = board.waiting_for()
+        lines = [f"{part}: {why}\n" for part, why in waiting.items()]
+        return PlainTextResponse("".join(lines) or "ready\n", status_code=503 if waiting else 200)
+
+    own: list[BaseRoute] = [
+        Route("/metrics", metrics),
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+    ]
+    return Starlette(routes=[*own, *board.routes], middleware=[Middleware(_Guard, keys=tuple(keys))])
+
+
+class _Guard:
+    """Any valid token may read, as over gRPC."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = scope["type"] == "http" and self._keys and scope["path"] not in OPEN
+        why = self._problem(Headers(scope=scope).get("authorization", "")) if asked else ""
+        app = PlainTextResponse(f"{why}\n", 401, {"WWW-Authenticate": "Bearer"}) if why else self._app
+        await app(scope, receive, send)
+
+    def _problem(self, shown: str) -> str:
+        scheme, _, token = shown.partition(" ")
+        if scheme.lower() != "bearer":
+            return "a token is needed here: make one with `coslice token create NAME --role read`"
+        try:
+            verify(self._keys, token.strip(), now=time.time())
+        except InvalidToken as error:
+            return f"the token is not accepted: {error}"
+        return ""
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Listening already, so that nobody who reads the address is refused."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+        bound.listen(128)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} for metrics: {error.strerror}. Choose another port (0: any)"
+        ) from None
+    bound.setblocking(False)
+    return bound

@@ -1,0 +1,107 @@
+"""What a metric is: one value for each, from which exposition, documentation and dashboards are checked.
+
+Counters and histograms are written once per event, by whoever saw it. Everything that follows from a state is
+read when somebody asks (``Source``), so that it costs nothing otherwise.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0,
+)  # fmt: skip
+"""Bounds of the histograms: from a hand-over with nothing to move to a hold of tens of minutes."""
+OTHER = "other"
+"""Stands for all that have no series of their own."""
+MAX_GROUPS = 200
+"""Groups with histograms and counters of their own in one process; the others share ``OTHER``."""
+MAX_JOBS = 200
+"""Jobs with series of their own in one process, all groups together; the others share ``OTHER``."""
+
+
+class Metric(Struct, frozen=True):
+    """``name`` as the exposition has it: a counter ends in ``_total``."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """Of its values, from its name."""
+        words = self.name.removesuffix("_total").split("_")
+        return next((unit for unit in ("seconds", "bytes", "ratio") if unit in words), "1")
+
+
+def counter(metric: Metric, registry: CollectorRegistry) -> Counter:
+    assert metric.kind == "counter"
+    return Counter(metric.name, metric.help, metric.labels, registry=registry)
+
+
+def histogram(metric: Metric, registry: CollectorRegistry) -> Histogram:
+    assert metric.kind == "histogram"
+    return Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=SECONDS)
+
+
+Reading = tuple[Metric, tuple[str, ...], float]
+"""One value, with its labels in the metric's order."""
+
+
+class Source(Struct, frozen=True):
+    """``take`` is called on the event loop and is quick: it only takes hold of immutable states. ``read``
+    makes the values of what was taken, in another thread."""
+
+    metrics: tuple[Metric, ...]
+    take: Callable[[], Any]
+    read: Callable[[Any], Iterable[Reading]]
+
+
+class Readings(Collector):
+    """What the sources say, as a collector. ``take`` first, then collect."""
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        self._taken: list[tuple[Source, Any]] = []
+
+    def take(self) -> None:
+        self._taken = [(source, source.take()) for source in self.sources]
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        for source, taken in self._taken:
+            families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+            for metric in source.metrics:
+                kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                families[metric.name] = kind(metric.name, metric.help, labels=metric.labels)
+            for metric, labels, value in source.read(taken):
+                families[metric.name].add_metric(labels, value)
+            yield from families.values()
+
+
+class Names:
+    """Gives at most ``limit`` names series of their own. A name that is given up makes room for another."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._own: set[str] = set()
+
+    def __call__(self, name: str) -> str:
+        if name in self._own:
+            return name
+        if len(self._own) >= self._limit:
+            return OTHER
+        self._own.add(name)
+        return name
+
+    def give_up(self, name: str) -> bool:
+        """Had it series of its own?"""
+        if name not in self._own:
+            return False
+        self._own.remove(name)
+        return True

@@ -1,0 +1,256 @@
+"""The orchestrator's metrics: which there are, and how they follow from steps and states of the groups.
+
+``Meter`` hears every step (through ``Groups``) and writes counters and histograms; gauges and totals that the
+state keeps anyway are read when somebody asks. Decides nothing.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.brief import occupancy_name
+from coslice.core.effects import ReasonCode
+from coslice.core.group_state import Group, Held, Occupancy, Swapping, active, on_device, waiting
+from coslice.core.ids import GroupId
+from coslice.core.outcome import Step
+from coslice.observe.metric import MAX_GROUPS, Metric, Names, Reading, counter, histogram
+from coslice.orchestrator.job_meter import JobMeter
+
+WAIT = Metric(
+    "coslice_acquire_wait_seconds", "histogram", "From a process's request to its grant.", ("group",)
+)
+HOLD = Metric("coslice_hold_seconds", "histogram", "How long a lease was held, once it ended.", ("group",))
+SWAP = Metric(
+    "coslice_swap_seconds",
+    "histogram",
+    "From the choice of the next job to its grant, where nodes had to be asked. With others waiting this is "
+    "the whole hand-over.",
+    ("group",),
+)
+GRANTS = Metric(
+    "coslice_grants_total", "counter", "Grants to processes, by why it could run.", ("group", "reason")
+)
+REFUSALS = Metric("coslice_refusals_total", "counter", "Requests that were refused.", ("group", "code"))
+FAULTS = Metric("coslice_faults_total", "counter", "What went wrong, by kind.", ("group", "reason"))
+DECISIONS = Metric(
+    "coslice_decisions_total", "counter", "Decisions of all groups, by their reason.", ("reason",)
+)
+PUSHED = (WAIT, HOLD, SWAP, GRANTS, REFUSALS, FAULTS, DECISIONS)
+
+LEADER = Metric("coslice_leader", "gauge", "1: this process leads and grants; 0: it stands by.")
+SESSIONS = Metric(
+    "coslice_sessions",
+    "gauge",
+    "Sessions of clients: connected, or lost and still in their grace.",
+    ("state",),
+)
+AGENTS = Metric("coslice_agents_attached", "gauge", "Nodes whose agent is connected.")
+JOURNAL_LOST = Metric(
+    "coslice_journal_lost_lines_total", "counter", "Lines of the journal that could not be written."
+)
+GROUPS = Metric("coslice_groups", "gauge", "Groups that are open.")
+STATE = Metric(
+    "coslice_group_state",
+    "gauge",
+    "1 for the state that the group is in, 0 for the others.",
+    ("group", "state"),
+)
+QUEUE = Metric(
+    "coslice_group_queue_depth", "gauge", "Jobs that wait, with the one being swapped in.", ("group",)
+)
+OLDEST = Metric(
+    "coslice_group_oldest_wait_seconds",
+    "gauge",
+    "How long the longest wait lasts by now; 0: nobody waits.",
+    ("group",),
+)
+LEASE_AGE = Metric(
+    "coslice_group_lease_age_seconds",
+    "gauge",
+    "How long the present lease is held by now; 0: none.",
+    ("group",),
+)
+UNCONFIRMED = Metric(
+    "coslice_group_unconfirmed_grants",
+    "gauge",
+    "Grants that their clients have not confirmed yet.",
+    ("group",),
+)
+LOST = Metric(
+    "coslice_group_lost_sessions", "gauge", "Sessions that are lost and still in their grace.", ("group",)
+)
+NODES = Metric(
+    "coslice_group_nodes",
+    "gauge",
+    "Nodes: attached, away, or hung (left out until they answer).",
+    ("group", "state"),
+)
+RESIDENTS = Metric("coslice_group_residents", "gauge", "Jobs with state on the devices.", ("group",))
+BLOCKED = Metric(
+    "coslice_group_blockers",
+    "gauge",
+    "Jobs or stray processes that could not be evicted and block others.",
+    ("group",),
+)
+JOBS = Metric("coslice_group_jobs", "gauge", "Jobs that are connected, or faulted.", ("group",))
+HELD = Metric(
+    "coslice_group_held_seconds_total",
+    "counter",
+    "Time the lock was held; its rate is the held duty.",
+    ("group",),
+)
+SWAPS = Metric("coslice_group_swaps_total", "counter", "Hand-overs for which state moved.", ("group",))
+MOVED = Metric(
+    "coslice_group_moved_bytes_total", "counter", "Bytes moved in or out, all nodes together.", ("group",)
+)
+OF_PROCESS = (LEADER, SESSIONS, AGENTS, JOURNAL_LOST)
+OF_GROUPS = (
+    *(GROUPS, STATE, QUEUE, OLDEST, LEASE_AGE, UNCONFIRMED, LOST),
+    *(NODES, RESIDENTS, BLOCKED, JOBS, HELD, SWAPS, MOVED),
+)
+
+STATES = ("empty", "resident", "held", "swapping")
+FAULTY = frozenset(
+    {
+        ReasonCode.JOB_FAULTED,
+        ReasonCode.BLOCKED,
+        ReasonCode.NODE_LOST,
+        ReasonCode.OVERRAN,
+        ReasonCode.UNCONFIRMED,
+        ReasonCode.SESSION_LOST,
+        ReasonCode.SESSION_EXPIRED,
+        ReasonCode.RETRY,
+    }
+)
+"""Reasons that count as faults."""
+
+
+class Pushed:
+    """What all groups of one process write to."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.wait, self.hold, self.swap = (histogram(m, registry) for m in (WAIT, HOLD, SWAP))
+        self.grants, self.refusals, self.faults, self.decisions = (
+            counter(m, registry) for m in (GRANTS, REFUSALS, FAULTS, DECISIONS)
+        )
+        self.groups = Names(MAX_GROUPS)
+        self.jobs = JobMeter()
+        self._decided: dict[ReasonCode, Counter] = {}
+
+    def decided(self, code: ReasonCode) -> None:
+        found = self._decided.get(code)
+        if found is None:
+            found = self._decided[code] = self.decisions.labels(code.value)
+        found.inc()
+
+
+class Meter:
+    """Of one group. ``state``: as it is before the first step."""
+
+    def __init__(self, group: GroupId, state: Group, pushed: Pushed) -> None:
+        self._group, self._name, self._pushed = group, pushed.groups(group), pushed
+        self._wait, self._hold, self._swap = (
+            each.labels(self._name) for each in (pushed.wait, pushed.hold, pushed.swap)
+        )
+        self._counts: dict[tuple[Counter, str], Counter] = {}
+        self._before: Occupancy = state.occupancy
+
+    def heard(self, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
+        repeated = False
+        for reason in step.reasons:
+            self._pushed.decided(reason.code)
+            repeated |= reason.code is ReasonCode.REPEATED
+            if reason.code in FAULTY:
+                self._count(self._pushed.faults, reason.code.value)
+        for effect in step.effects:
+            if isinstance(effect, fx.Grant) and not repeated:
+                self._wait.observe(effect.waited)
+                self._count(self._pushed.grants, effect.reason.code.value)
+            elif isinstance(effect, fx.Refuse):
+                self._count(self._pushed.refusals, effect.code.value)
+        if step.state.occupancy is not self._before:
+            self._changed(event.at, step.state.occupancy)
+
+    def _changed(self, at: float, now: Occupancy) -> None:
+        before, self._before = self._before, now
+        if isinstance(before, Held) and not (isinstance(now, Held) and now.epoch == before.epoch):
+            self._hold.observe(max(0.0, at - before.since))
+            self._pushed.jobs.ended(self._group, before, at)
+        elif isinstance(before, Swapping) and not (
+            isinstance(now, Swapping) and (now.since, now.incoming) == (before.since, before.incoming)
+        ):
+            self._swap.observe(max(0.0, at - before.since))
+        if isinstance(now, Held) and not (isinstance(before, Held) and now.epoch == before.epoch):
+            self._pushed.jobs.began(self._group, now, at)
+
+    def _count(self, metric: Counter, label: str) -> None:
+        found = self._counts.get((metric, label))
+        if found is None:
+            found = self._counts[metric, label] = metric.labels(self._name, label)
+        found.inc()
+
+    def close(self) -> None:
+        """The group is gone, and with it its series."""
+        if not self._pushed.groups.give_up(self._name):
+            return
+        each: Histogram
+        for each in (self._pushed.wait, self._pushed.hold, self._pushed.swap):
+            each.remove(self._name)
+        for metric, label in self._counts:
+            metric.remove(self._name, label)
+
+
+# ── read when somebody asks ────────────────────────────────────────────────
+
+
+class Taken(NamedTuple):
+    groups: tuple[Group, ...]
+    now: float
+
+
+def of_groups(taken: Taken) -> Iterator[Reading]:
+    yield GROUPS, (), len(taken.groups)
+    for group in taken.groups:
+        yield from _of_group(group, taken.now)
+
+
+def _of_group(group: Group, now: float) -> Iterator[Reading]:
+    name, waits, held = (group.id,), waiting(group), group.occupancy
+    state, age = occupancy_name(group), now - held.since if isinstance(held, Held) else 0.0
+    for each in STATES:
+        yield STATE, (group.id, each), state == each
+    yield QUEUE, name, len(waits)
+    yield OLDEST, name, max((now - waiter.since for waiter in waits), default=0.0)
+    yield LEASE_AGE, name, age
+    unconfirmed = [h for h in active(held) if not h.confirmed] if isinstance(held, Held) else []
+    yield UNCONFIRMED, name, len(unconfirmed)
+    yield LOST, name, len(group.lost)
+    attached = sum(view.attached for view in group.views)
+    yield NODES, (group.id, "attached"), attached
+    yield NODES, (group.id, "away"), len(group.views) - attached
+    yield NODES, (group.id, "hung"), len(group.hung)
+    yield RESIDENTS, name, len({context.job for _, context in on_device(group)})
+    yield BLOCKED, name, len(group.stuck)
+    yield JOBS, name, len(group.jobs)
+    yield HELD, name, group.held_s + max(0.0, age)
+    yield SWAPS, name, group.swaps
+    yield MOVED, name, group.bytes_moved
+
+
+class Process(NamedTuple):
+    leader: bool
+    connected: int
+    lost: int
+    agents: int
+    journal_lost: int
+
+
+def of_process(taken: Process) -> Iterator[Reading]:
+    yield LEADER, (), taken.leader
+    yield SESSIONS, ("connected",), taken.connected
+    yield SESSIONS, ("lost",), taken.lost
+    yield AGENTS, (), taken.agents
+    yield JOURNAL_LOST, (), taken.journal_lost

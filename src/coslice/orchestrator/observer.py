@@ -1,0 +1,33 @@
+"""Hears every step of every group, after it was saved and acted upon, and tells those who watch.
+
+Called by ``Groups``, beside the journal. Decides nothing, and costs a group nothing that nobody watches.
+"""
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.group_state import Group
+from coslice.core.ids import GroupId
+from coslice.core.outcome import Step
+from coslice.orchestrator.metrics import Meter, Pushed
+
+
+class Observer:
+    """``pushed`` None: no metrics."""
+
+    def __init__(self, pushed: Pushed | None = None) -> None:
+        self._pushed = pushed
+        self._meters: dict[GroupId, Meter] = {}
+
+    def opened(self, state: Group) -> None:
+        if self._pushed is not None:
+            self._meters[state.id] = Meter(state.id, state, self._pushed)
+
+    def heard(self, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
+        meter = self._meters.get(step.state.id)
+        if meter is not None:
+            meter.heard(event, step)
+
+    def deleted(self, group: GroupId) -> None:
+        meter = self._meters.pop(group, None)
+        if meter is not None:
+            meter.close()

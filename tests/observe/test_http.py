@@ -1,0 +1,104 @@
+"""The pages themselves: who may read them, where they may be served, and what they say while things start."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from coslice.cli.security import make_token
+from coslice.errors import ConfigError
+from coslice.observe.board import Board
+from coslice.observe.http import HttpServer
+from coslice.orchestrator.app import OrchestratorApp
+from coslice.orchestrator.config import OrchestratorConfig
+from coslice.security import tokens
+from coslice.security.listening import LOCAL_ONLY, Security
+
+
+@asynccontextmanager
+async def pages(board: Board, security: Security = LOCAL_ONLY) -> AsyncIterator[httpx.AsyncClient]:
+    server = HttpServer(board, "127.0.0.1:0", security)
+    await server.start()
+    try:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            yield client
+    finally:
+        await server.stop()
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    tokens.create_secret(tmp_path / "secret")
+    return tmp_path / "secret"
+
+
+async def test_health_is_open_and_everything_else_needs_a_token(secret: Path) -> None:
+    board = Board()
+    board.routes.append(Route("/page", lambda _: PlainTextResponse("hello")))
+    async with pages(board, Security(token_secret=str(secret))) as http:
+        assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 200]
+        for path in ("/metrics", "/page", "/no-such-page"):
+            refused = await http.get(path)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer"), path
+            assert "coslice_info" not in refused.text
+        for role, name in (("read", ""), ("job", "job-a"), ("admin", "")):
+            shown = {"Authorization": f"Bearer {make_token(name, secret=secret, role=role, ttl='1h')}"}
+            assert (await http.get("/metrics", headers=shown)).status_code == 200
+            assert (await http.get("/page", headers=shown)).text == "hello"
+        expired = make_token("", secret=secret, role="read", ttl="1h")[:-3]
+        assert (await http.get("/metrics", headers={"Authorization": f"Bearer {expired}"})).status_code == 401
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
+async def test_beyond_loopback_it_is_refused_without_tls_and_tokens(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"metrics page would listen .* other machines"):
+        await HttpServer(Board(), address).start()
+
+
+async def test_insecure_says_that_everybody_may_read() -> None:
+    server = HttpServer(Board(), "0.0.0.0:0", Security(insecure=True))
+    await server.start()
+    try:
+        async with httpx.AsyncClient() as http:
+            port = server.address.rpartition(":")[2]
+            assert (await http.get(f"http://127.0.0.1:{port}/metrics")).status_code == 200
+    finally:
+        await server.stop()
+
+
+async def test_a_port_that_is_taken_is_told_and_leaves_nothing_behind() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = HttpServer(Board(), f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"in use.*another port"):
+            await server.start()
+        await server.stop()
+
+
+async def test_it_is_ready_once_the_orchestrator_is() -> None:
+    async with AsyncExitStack() as stack:
+        board = Board()
+        app = OrchestratorApp(OrchestratorConfig(listen="127.0.0.1:0", stop_grace=0.2), board=board)
+        http = await stack.enter_async_context(pages(board))
+        before = await http.get("/readyz")
+        assert (before.status_code, before.text) == (503, "orchestrator: it is starting\n")
+        assert (await http.get("/healthz")).status_code == 200
+        assert (await http.get("/metrics")).status_code == 200
+        await app.start()
+        stack.push_async_callback(app.stop)
+        assert (await http.get("/readyz")).status_code == 200
+
+
+async def test_whoever_stands_by_says_so() -> None:
+    board = Board()
+    app = OrchestratorApp(OrchestratorConfig(listen="127.0.0.1:0", stop_grace=0.2), board=board)
+    app.leading = lambda: False
+    await app.start()
+    try:
+        assert b"coslice_leader 0.0" in await board.exposition()
+    finally:
+        await app.stop()
