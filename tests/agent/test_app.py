@@ -42,6 +42,8 @@ def mode(path: Path) -> int | None:
         ({"orchestrator": "somewhere"}, "host:port"),
         ({"runtime_dir": "/" + "x" * 120}, "at most 107 bytes"),
         ({"host_budget": 0}, "host_budget"),
+        ({"host_per_job": 2 * MIB}, "--host-per-job"),
+        ({"state_dir": ":memory:", "disk_budget": MIB}, "folder on a disk"),
         ({"node": NodeId("a b")}, "node name"),
         ({"on_stuck": "shrug"}, "'kill' or 'wait'"),
         ({"groups": (group("g"), group("g"))}, "twice"),
@@ -58,6 +60,12 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_starts(change: di
 
 def test_a_remote_listener_needs_an_explicit_word() -> None:
     validate(replace(GOOD, listen="0.0.0.0:9001", allow_remote=True))
+
+
+async def test_a_disk_budget_beyond_what_the_disk_has_is_refused(tmp_path: Path) -> None:
+    config = replace(GOOD, state_dir=str(tmp_path / "state"), runtime_dir=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"free: give less \(coslice up --disk\)"):
+        await AgentApp(replace(config, disk_budget=1 << 60, disk_dir=str(tmp_path))).start()
 
 
 async def test_a_port_in_use_is_a_clear_error_and_leaves_nothing(node: Node) -> None:

@@ -70,6 +70,7 @@ def test_without_an_orchestrator_every_command_says_how_to_start_one(arguments: 
         (["up", "--cpus", "999"], "no such core"),
         (["up", "--policy", "magic"], "fifo"),
         (["up", "--device", "abacus"], "host, cuda or auto"),
+        (["up", "--disk-dir", "/tmp"], "add --disk SIZE"),
         (["run", "--job", "a"], "nothing to run"),
         (["run", "--job", "a b", "--", "true"], "not a job name"),
         (["run", "--job", "a", "--", "no-such-command"], "command not found"),
@@ -105,6 +106,29 @@ def test_a_job_runs_on_the_accelerators_cores_and_the_status_is_its_own(up: Star
     assert (result.returncode, result.stdout.strip()) == (0, f"affinity [{last}]"), result.stderr
     failed = coslice(*run_arguments(server, "a", sys.executable, "-c", "raise SystemExit(7)"))
     assert failed.returncode == 7
+
+
+def test_memory_for_one_job_and_the_disk_behind_it_are_options(up: Start, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o755)
+    host = ("--host-memory", "64MiB", "--host-per-job", "8MiB")
+    server = up("--memory", "64MiB", *host, "--disk", "32MiB", "--disk-dir", str(disk))
+    (folder,) = disk.iterdir()
+    assert (disk.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o755, 0o700)
+    status = json.loads(coslice("status", "--json", "-o", server.orchestrator).stdout)
+    assert str(32 << 20) in json.dumps(status)
+    script = "import sys, torch, coslice\n"
+    script += "coslice.workload.register(tensors=torch.ones(4 << 20), job='big', agent=sys.argv[1])\n"
+    script += "print('registered', flush=True)\ninput()"
+    command = [sys.executable, "-c", script, server.agent]
+    job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "registered\n"
+    refused = coslice("snapshot", "--job", "big", "--agent", server.agent)
+    assert refused.returncode == 1
+    assert "may keep 8 MiB in host memory and has 16 MiB" in refused.stderr
+    job.kill()
+    job.wait()
 
 
 def test_an_unknown_group_names_the_known_ones(up: Start) -> None:

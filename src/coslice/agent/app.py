@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import uuid
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from coslice.security.addresses import split_address
 from coslice.security.files import private_directory
 from coslice.security.listening import server_credentials
 from coslice.security.tokens import read_keys
+from coslice.sizes import format_size
 from coslice.store import Store, make_store
 from coslice.store.codec import Codec
 from coslice.store.slot import Slot
@@ -383,7 +385,16 @@ def _measured_device(devices: GroupDevices) -> GroupDevices:
 def _disk(config: AgentConfig) -> DiskTier | None:
     if not config.disk_budget:
         return None
-    return DiskTier(private_directory(str(Path(config.state_dir) / "saved")), config.disk_budget)
+    # Of our own within what was named: that may be a whole disk, with others' files and modes.
+    inside = f"{config.disk_dir}/coslice-{config.node}" if config.disk_dir else f"{config.state_dir}/saved"
+    folder = private_directory(inside)
+    tier = DiskTier(folder, config.disk_budget)
+    if (free := shutil.disk_usage(folder).free) < config.disk_budget - tier.used:
+        raise ConfigError(
+            f"the disk budget is {format_size(config.disk_budget)} and {folder} has {format_size(free)} free: "
+            "give less (coslice up --disk), or another folder (--disk-dir)"
+        )
+    return tier
 
 
 def _store(config: AgentConfig) -> Store:

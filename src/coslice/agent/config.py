@@ -41,7 +41,9 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     host_per_job: int = 0
     """Bytes of it that one job may have; 0: all."""
     disk_budget: int = 0
-    """Bytes of disk, in ``state_dir``, for saved state that was idle for long; 0: none."""
+    """Bytes of disk for saved state that was idle for long; 0: none."""
+    disk_dir: str = ""
+    """Where, in a folder of its own (``coslice-NODE``); empty: ``saved`` in ``state_dir``."""
     groups: tuple[GroupDevices, ...] = ()
     orchestrator: str | None = None
     """``host:port`` to dial; None: direct API only."""
@@ -100,8 +102,13 @@ def validate(config: AgentConfig) -> None:
         )
     if min(config.host_per_job, config.disk_budget) < 0:
         raise ConfigError("host_per_job and disk_budget are bytes, of 0 or more")
-    if config.disk_budget and config.state_dir == ":memory:":
-        raise ConfigError("a disk tier needs a state_dir on a disk: name one, or leave the disk budget out")
+    if config.host_per_job > config.host_budget:
+        raise ConfigError(
+            f"one job may have {config.host_per_job} bytes of host memory, and there are {config.host_budget} "
+            "for all: give less to one job (--host-per-job) or more to all (--host-memory)"
+        )
+    if config.disk_budget and config.state_dir == ":memory:" and not config.disk_dir:
+        raise ConfigError("a disk tier needs a folder on a disk: name one, or leave the disk budget out")
     if config.on_stuck not in ("kill", "wait"):
         raise ConfigError(f"on_stuck is {config.on_stuck!r}: choose 'kill' or 'wait'")
     if len(path := str(buffer_socket(config)).encode()) > UNIX_PATH_MAX:

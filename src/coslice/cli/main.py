@@ -99,6 +99,32 @@ Http = Annotated[
         "Beyond loopback it needs TLS and tokens as the other ports do.",
     ),
 ]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Host memory for saved state. Default: half of what is available."),
+]
+HostPerJob = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="The most of it that one job may have; a job with more state is not moved out, and says so. "
+        "Default: all.",
+    ),
+]
+Disk = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Disk behind host memory: when that is short, state that was idle longest goes there, and is "
+        "back before its job's turn. Default: none.",
+    ),
+]
+DiskDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Where; it makes a folder of its own there. Default: in the state folder."
+    ),
+]
 DEFAULT_ORCHESTRATOR = "127.0.0.1:50051"
 DEFAULT_AGENT = "127.0.0.1:9001"
 
@@ -146,10 +172,10 @@ def up(
             help="[b]host[/b] (CPU cores), [b]cuda[/b], or [b]auto[/b]: cuda where torch finds one."
         ),
     ] = "auto",
-    host_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Host memory for saved state. Default: half of what is available."),
-    ] = None,
+    host_memory: HostMemory = None,
+    host_per_job: HostPerJob = None,
+    disk: Disk = None,
+    disk_dir: DiskDir = None,
     policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fair_share",
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address of the orchestrator.")
@@ -181,6 +207,9 @@ def up(
             cpus=cpus,
             device=device,
             host_memory=host_memory,
+            host_per_job=host_per_job,
+            disk=disk,
+            disk_dir=disk_dir,
             policy=policy,
             listen=listen,
             agent_listen=agent_listen,
@@ -233,7 +262,10 @@ def agent(
     memory: Annotated[str | None, typer.Option(metavar="SIZE")] = None,
     cpus: Annotated[str | None, typer.Option(metavar="LIST")] = None,
     device: Annotated[str, typer.Option(help="host, cuda or auto.")] = "auto",
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE")] = None,
+    host_memory: HostMemory = None,
+    host_per_job: HostPerJob = None,
+    disk: Disk = None,
+    disk_dir: DiskDir = None,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT")] = DEFAULT_AGENT,
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
     state: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
@@ -255,6 +287,9 @@ def agent(
         cpus=cpus,
         device=device,
         host_memory=host_memory,
+        host_per_job=host_per_job,
+        disk=disk,
+        disk_dir=disk_dir,
         agent_listen=listen,
         listen=orchestrator,
         state=state,

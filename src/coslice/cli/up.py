@@ -50,6 +50,9 @@ class UpOptions:
     cpus: str | None = None
     device: str = "auto"
     host_memory: str | None = None
+    host_per_job: str | None = None
+    disk: str | None = None
+    disk_dir: Path | None = None
     policy: str = "fair_share"
     listen: str = "127.0.0.1:50051"
     agent_listen: str = "127.0.0.1:9001"
@@ -268,6 +271,8 @@ def _agent_config(
 ) -> AgentConfig:
     """``own``: the orchestrator is of this process, and takes our agent without further words."""
     budget = parse_size(options.host_memory) if options.host_memory else _available_memory() // 2
+    if options.disk_dir is not None and not options.disk:
+        raise ConfigError("--disk-dir says where, but not how much: add --disk SIZE, or leave it out")
     backends = [parse_backend(text) for text in options.backends]
     return AgentConfig(
         node=_node(options),
@@ -279,6 +284,9 @@ def _agent_config(
         listen=options.agent_listen,
         groups=devices,
         host_budget=budget,
+        host_per_job=parse_size(options.host_per_job) if options.host_per_job else 0,
+        disk_budget=parse_size(options.disk) if options.disk else 0,
+        disk_dir=str(options.disk_dir.absolute()) if options.disk_dir is not None else "",
         state_dir=str(folder),
         runtime_dir=str(folder / "run"),
         backend=backends[0].name if backends else "app_channel",
