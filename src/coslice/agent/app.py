@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import uuid
-from pathlib import Path
 
 import grpc.aio
 import msgspec
@@ -391,7 +390,7 @@ def _disk(config: AgentConfig) -> DiskTier | None:
     tier = DiskTier(folder, config.disk_budget)
     if (free := shutil.disk_usage(folder).free) < config.disk_budget - tier.used:
         raise ConfigError(
-            f"the disk budget is {format_size(config.disk_budget)} and {folder} has {format_size(free)} free: "
+            f"the disk budget is {format_size(config.disk_budget)}, {folder} has {format_size(free)} free: "
             "give less (coslice up --disk), or another folder (--disk-dir)"
         )
     return tier
