@@ -104,7 +104,7 @@ def validate(config: AgentConfig) -> None:
         raise ConfigError("host_per_job and disk_budget are bytes, of 0 or more")
     if config.host_per_job > config.host_budget:
         raise ConfigError(
-            f"one job may have {config.host_per_job} bytes of host memory, all together {config.host_budget}: "
+            f"one job may have {config.host_per_job} bytes of host memory, all jobs {config.host_budget}: "
             "give less to one job (--host-per-job) or more to all (--host-memory)"
         )
     if config.disk_budget and config.state_dir == ":memory:" and not config.disk_dir:
