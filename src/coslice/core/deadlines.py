@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from coslice.core import effects as fx
 from coslice.core import lease, membership, sessions
 from coslice.core.effects import ReasonCode
-from coslice.core.group_state import Group, Held, active, has_live_ask, missing, overdue_at
+from coslice.core.group_state import Group, Held, Swapping, active, has_live_ask, missing, overdue_at
 from coslice.core.prose import names
 from coslice.core.turn import Turn
 
@@ -21,19 +21,25 @@ def next_deadline(group: Group) -> float | None:
     due = [session.deadline for session in group.lost]
     if group.settle_by is not None:
         due.append(group.settle_by)
+    held = group.occupancy
+    swapping = isinstance(held, Swapping)
     for view in group.views:
         if not view.attached:
             due.append(view.detached_at + group.rules.node_loss)
-        elif (overdue := overdue_at(group, view)) is not None:
+        elif swapping and (overdue := overdue_at(group, view)) is not None:
             due.append(overdue)
     if group.reserved is not None:
         due.append(group.reserved.until)
-    if group.waiters:
+    if group.stuck and group.waiters:
         due += [stuck.retry_at for stuck in group.stuck]
-    held = group.occupancy
     if isinstance(held, Held):
-        due += [h.confirm_by for h in active(held) if h.confirm_by is not None]
-        due += [at for at in (_overrun_at(group, held), _ask_at(group, held)) if at is not None]
+        for holder in active(held):
+            if holder.confirm_by is not None:
+                due.append(holder.confirm_by)
+        if (overrun := _overrun_at(group, held)) is not None:
+            due.append(overrun)
+        if (ask := _ask_at(group, held)) is not None:
+            due.append(ask)
     return min(due) if due else None
 
 

@@ -16,7 +16,6 @@ from coslice.core.group_state import (
     HolderState,
     LastYield,
     Resident,
-    active,
     is_lost,
     record_of,
 )
@@ -42,7 +41,7 @@ def hold(
         incarnation=waiter.incarnation,
         epoch=epoch,
         since=turn.at,
-        holders=tuple(_holder(turn, ask) for ask in waiter.asks),
+        holders=tuple([_holder(turn, ask) for ask in waiter.asks]),
         reason=reason,
         phase=waiter.phase,
         world=waiter.world,
@@ -119,21 +118,15 @@ def yield_(turn: Turn, event: ev.LeaseYielded) -> None:
     """Give back one process's share, exactly once: a repeat of its last yield succeeds, changing nothing."""
     held = turn.group.occupancy
     record = record_of(turn.group, event.job)
-    mine = _shares(held, event)
-    if not isinstance(held, Held) or not any(h.state is HolderState.ACTIVE for h in mine):
+    holders = _yielded(held, event) if isinstance(held, Held) else None
+    if not isinstance(held, Held) or holders is None:
         if record is not None and LastYield(event.session, event.epoch) in record.yields:
             turn.say(ReasonCode.REPEATED, f"{event.job} had yielded lease {event.epoch} already")
             return
         raise _rejection(turn.group, event)
-    holders = tuple(
-        replace(h, state=HolderState.YIELDED, confirm_by=None)
-        if h in mine and h.state is HolderState.ACTIVE
-        else h
-        for h in held.holders
-    )
     turn.set(occupancy=replace(held, holders=holders))
     if record is not None:
-        others = tuple(y for y in record.yields if y.session != event.session)
+        others = [y for y in record.yields if y.session != event.session]
         turn.put_record(replace(record, yields=(*others, LastYield(event.session, event.epoch))))
     settle(turn)
 
@@ -143,19 +136,19 @@ def settle(turn: Turn) -> None:
     held = turn.group.occupancy
     if not isinstance(held, Held):
         return
-    left = len(active(held))
-    yielded = len({h.session for h in held.holders if h.state is HolderState.YIELDED})
-    if left:
+    states = [h.state for h in held.holders]
+    if left := states.count(HolderState.ACTIVE):
         turn.say(
             ReasonCode.PARTLY_YIELDED, f"{held.job}: {left} more of its processes hold lease {held.epoch}"
         )
         return
-    record = record_of(turn.group, held.job)
-    alive = record is not None and bool(record.sessions)
-    failed = any(h.state is HolderState.GONE for h in held.holders)
-    if yielded < held.world and alive and not failed:
-        turn.say(ReasonCode.PARTLY_YIELDED, f"{held.job}: {yielded} of {held.world} processes have yielded")
-        return
+    if held.world and HolderState.GONE not in states:
+        record = record_of(turn.group, held.job)
+        yielded = len({h.session for h in held.holders})
+        if yielded < held.world and record is not None and record.sessions:
+            text = f"{held.job}: {yielded} of {held.world} processes have yielded"
+            turn.say(ReasonCode.PARTLY_YIELDED, text)
+            return
     end(turn, held, f"{held.job} gave up lease {held.epoch} after {turn.at - held.since:.3f} s")
 
 
@@ -172,7 +165,7 @@ def end(turn: Turn, held: Held, text: str) -> None:
         occupancy=Resident(job=held.job),
         held_s=group.held_s + max(0.0, turn.at - held.since),
         # it is out of its section now, so that moving it is worth another try
-        stuck=tuple(s for s in group.stuck if s.job != held.job),
+        stuck=tuple([s for s in group.stuck if s.job != held.job]),
     )
     turn.say(ReasonCode.YIELDED, text)
     if not turn.group.waiters:
@@ -208,20 +201,29 @@ def _tell(turn: Turn, held: Held, holder: Holder, reason: fx.Reason) -> None:
 
 
 def _active_request(held: Held, request: RequestId) -> Holder | None:
-    return next((h for h in active(held) if h.request == request), None)
+    for holder in held.holders:
+        if holder.request == request and holder.state is HolderState.ACTIVE:
+            return holder
+    return None
 
 
 def _with_holder(turn: Turn, held: Held, holder: Holder) -> Held:
-    holders = tuple(holder if h.request == holder.request else h for h in held.holders)
+    holders = tuple([holder if h.request == holder.request else h for h in held.holders])
     held = replace(held, holders=holders)
     turn.set(occupancy=held)
     return held
 
 
-def _shares(held: object, event: ev.LeaseYielded) -> tuple[Holder, ...]:
-    if not isinstance(held, Held) or (held.job, held.epoch) != (event.job, event.epoch):
-        return ()
-    return tuple(h for h in held.holders if h.session == event.session)
+def _yielded(held: Held, event: ev.LeaseYielded) -> tuple[Holder, ...] | None:
+    """The shares after the yield; None if it gives back none of this lease."""
+    if held.epoch != event.epoch or held.job != event.job:
+        return None
+    found, holders, on = False, list(held.holders), HolderState.ACTIVE
+    for i, holder in enumerate(holders):
+        if holder.session == event.session and holder.state is on:
+            found = True
+            holders[i] = replace(holder, state=HolderState.YIELDED, confirm_by=None)
+    return tuple(holders) if found else None
 
 
 def _rejection(group: Group, event: ev.LeaseYielded) -> Rejected:

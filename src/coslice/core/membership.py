@@ -85,6 +85,8 @@ def answered(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> bool:
 
     The lease that followed without the node goes on without it; the next swap finds it as it is then.
     """
+    if not turn.group.hung:
+        return False
     owed = next((h for h in turn.group.hung if (h.node, h.op) == (event.node, event.op)), None)
     if owed is None:
         return False
@@ -179,9 +181,10 @@ def _put(turn: Turn, view: NodeView) -> None:
     rest = turn.group.occupancy
     was_there = isinstance(rest, Resident) and is_on_device(turn.group, rest.job)
     turn.put_view(view)
+    live = ContextState.LIVE
     for context in view.facts.contexts:
-        record = record_of(turn.group, context.job)
-        if record is None or record.fault is None or context.state is not ContextState.LIVE:
+        record = record_of(turn.group, context.job) if context.state is live else None
+        if record is None or record.fault is None:
             continue
         if context.incarnation and context.incarnation != record.incarnation:
             incarnation = record.incarnation if record.sessions else context.incarnation
@@ -189,7 +192,7 @@ def _put(turn: Turn, view: NodeView) -> None:
             turn.say(
                 ReasonCode.REGISTERED, f"{context.job} registered afresh on {view.node}: its fault is cleared"
             )
-    if any(s.node == view.node for s in turn.group.stuck):
+    if turn.group.stuck and any(s.node == view.node for s in turn.group.stuck):
         turn.set(stuck=tuple(s for s in turn.group.stuck if s.node != view.node or _holds(view, s)))
     swap.review_rest(turn, was_there=was_there)
     sessions.bury(turn)  # before anything is asked of the node for the sake of somebody dead

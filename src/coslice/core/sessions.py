@@ -104,7 +104,10 @@ def known_dead(group: Group, session: SessionId) -> SessionProcess | None:
 
 def _record_of(turn: Turn, session: SessionId) -> JobRecord | None:
     """A session speaks for one job: the client says which in its hello."""
-    return next((r for r in turn.group.jobs if session in r.sessions), None)
+    for record in turn.group.jobs:
+        if session in record.sessions:
+            return record
+    return None
 
 
 def _set_confirmation(turn: Turn, session: SessionId, confirm_by: float | None) -> None:

@@ -31,6 +31,7 @@ from coslice.core.group_state import (
     on_device,
     record_of,
     view_of,
+    waiting,
 )
 from coslice.core.ids import Epoch, Incarnation, JobId, NodeId, op_id
 from coslice.core.policy.base import Choice, Waiter
@@ -46,21 +47,22 @@ def needs_command(view: NodeView, job: JobId, *, last: JobId | None) -> bool:
     did to the device: it may have grown so that the two fit no more. And older than what a command under way
     is doing to it.)
     """
-    context = context_of(view, job)
-    if not view.attached or view.outstanding or last not in (None, job):
+    if not view.attached or view.outstanding or (last is not None and last != job):
         return True
+    context = context_of(view, job)
     if context is not None and context.state is not ContextState.LOST:
         return context.state is not ContextState.LIVE
-    return any(c.state in ON_DEVICE for c in view.facts.contexts)
+    return bool([c for c in view.facts.contexts if c.state in ON_DEVICE])
 
 
 def begin(turn: Turn, choice: Choice) -> None:
     """The lock is free and ``choice`` is next: a lease at once if nothing must move, else a swap."""
-    waiter, last = choice.waiter, occupant(turn.group)
-    epoch = Epoch(turn.group.epoch + 1)
-    turn.set(epoch=epoch, waiters=tuple(w for w in turn.group.waiters if w.job != waiter.job))
-    pending = tuple(v.node for v in turn.group.views if needs_command(v, waiter.job, last=last))
+    waiter, last, group = choice.waiter, occupant(turn.group), turn.group
+    epoch = Epoch(group.epoch + 1)
+    waiters = tuple([w for w in group.waiters if w.job != waiter.job])
+    pending = tuple([v.node for v in group.views if needs_command(v, waiter.job, last=last)])
     if not pending:
+        turn.set(epoch=epoch, waiters=waiters)
         reason = _why_without_command(turn.group, waiter.job, last)
         turn.say(reason.code, f"{reason.text} ({choice.reason})")
         lease.hold(turn, waiter, epoch=epoch, reason=reason)
@@ -71,11 +73,11 @@ def begin(turn: Turn, choice: Choice) -> None:
         epoch=epoch,
         since=turn.at,
         pending=pending,
-        done=tuple(n for n in turn.group.nodes if n not in pending),
+        done=tuple([v.node for v in group.views if v.node not in pending]),
         outgoing=last if last != waiter.job else None,
         need=waiter.need,
     )
-    turn.set(occupancy=swap)
+    turn.set(epoch=epoch, waiters=waiters, occupancy=swap)
     over = f", after {swap.outgoing}" if swap.outgoing else ""
     turn.say(
         ReasonCode.SWAP_BEGUN,
@@ -126,7 +128,7 @@ def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
         return
     swap = replace(
         swap,
-        pending=tuple(n for n in swap.pending if n != event.node),
+        pending=tuple([n for n in swap.pending if n != event.node]),
         done=(*swap.done, event.node),
         restored=swap.restored or event.restored,
         bytes_in=swap.bytes_in + event.bytes_in,
@@ -155,9 +157,8 @@ def finish_if_done(turn: Turn) -> None:
     swap = turn.group.occupancy
     if not isinstance(swap, Swapping) or swap.pending:
         return
-    if swap.restored or swap.bytes_in or swap.bytes_out:
-        turn.set(swaps=turn.group.swaps + 1)
-    turn.set(occupancy=Resident(job=swap.incoming))
+    moved = swap.restored or swap.bytes_in or swap.bytes_out
+    turn.set(occupancy=Resident(job=swap.incoming), swaps=turn.group.swaps + (1 if moved else 0))
     if swap.waiter is not None and not turn.group.views:
         requeue(turn, swap.waiter)  # to be refused: the last node is gone
         return
@@ -212,17 +213,17 @@ def fault_lost(turn: Turn) -> None:
     Loaded again, such a job would start afresh as far as its agent knows, and go on without its state. One
     whose processes have ended is another matter: it does start afresh.
     """
-    lost = [
-        (view.node, context)
-        for view in turn.group.views
-        for context in view.facts.contexts
-        if context.state is ContextState.LOST and context.pids
-    ]
+    swap = turn.group.occupancy
+    if not turn.group.waiters and not isinstance(swap, Swapping):
+        return
+    lost, gone = [], ContextState.LOST
+    for view in turn.group.views:
+        for context in view.facts.contexts:
+            if context.state is gone and context.pids:
+                lost.append((view.node, context))
     if not lost:
         return
-    swap = turn.group.occupancy
-    coming = [swap.waiter] if isinstance(swap, Swapping) and swap.waiter is not None else []
-    for waiter in (*coming, *turn.group.waiters):
+    for waiter in waiting(turn.group):
         for node, context in lost:
             if (context.job, context.incarnation) == (waiter.job, waiter.incarnation):
                 reason = f"its state on {node} is lost: {context.reason or 'no reason given'}"
@@ -288,7 +289,7 @@ def review_rest(turn: Turn, *, was_there: bool) -> None:
 
 def _rest(turn: Turn, *, prefer: JobId | None) -> None:
     there = [c.job for _, c in on_device(turn.group)]
-    parked = any(c.job == prefer for v in turn.group.views for c in v.facts.contexts)
+    parked = prefer is not None and any(c.job == prefer for v in turn.group.views for c in v.facts.contexts)
     job = prefer if prefer in there or not (there or parked) else next(iter(there), None)
     turn.set(occupancy=Empty() if job is None else Resident(job=job))
 
@@ -425,7 +426,7 @@ def _beside(group: Group, job: JobId) -> str:
     texts = []
     for view in group.views:
         there = [c for c in view.facts.contexts if c.state in ON_DEVICE]
-        if any(c.job != job for c in there):
+        if there and any(c.job != job for c in there):
             parts = " + ".join(f"{c.job} {size(c.bytes)}" for c in there)
             texts.append(f"{parts} fit in {size(view.facts.device_budget)} on {view.node}")
     return "; ".join(texts)

@@ -13,6 +13,8 @@ from coslice.core.policy.base import Ask, Waiter
 
 
 class Turn:
+    __slots__ = ("_effects", "_reasons", "at", "group")
+
     def __init__(self, group: Group, at: float) -> None:
         self.group, self.at = group, at
         self._effects: list[fx.GroupEffect] = []
