@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from msgspec.structs import replace
 
 from coslice.agent import cuda
+from coslice.agent import upstream as upstream_service
 from coslice.agent.backends.base import NodeContext
 from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import BufferServer, HostBuffers
@@ -29,11 +30,15 @@ from coslice.agent.group import CODEC, ServedGroup, holdings_for
 from coslice.agent.link import Link
 from coslice.agent.members import Member, Members
 from coslice.agent.metrics import OF_NODE, Meter, of_node
+from coslice.agent.named import NamedProcesses
 from coslice.agent.occupancy import Occupancy
 from coslice.agent.registry import Registry
 from coslice.agent.service import AgentService
 from coslice.agent.tickets import Tickets
 from coslice.agent.tiers.disk import DiskTier
+from coslice.agent.upstream import UpstreamService
+from coslice.agent.upstream_ledger import Ledger
+from coslice.agent.upstream_operations import Operations
 from coslice.core.ids import GroupId, JobId
 from coslice.errors import ConfigError
 from coslice.observe.board import Board
@@ -51,6 +56,7 @@ from coslice.store import Store, make_store
 from coslice.store.codec import Codec
 from coslice.store.slot import Slot
 from coslice.wire.malformed import RefuseMalformed
+from coslice.wire.upstream import snapshot_agent_pb2_grpc as up_rpc
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
@@ -62,6 +68,7 @@ RULES = {
     f"/{SERVICE}/Snapshot": access.INBAND,
     f"/{SERVICE}/Restore": access.INBAND,
     f"/{SERVICE}/GetNodeStatus": access.ANY,
+    **upstream_service.RULES,
 }
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 4 << 20),
@@ -198,7 +205,24 @@ class AgentApp:
         self._supervisor.start("baselines", self._save_baselines())
         if self._accelerator() == "cuda":
             self._supervisor.start("occupancy", self._occupancy.run())
-        await self._serve(registry, buffers, backend)
+        named = NamedProcesses(store, found, adopt=registry.adopt)
+        direct = DirectApi(self.members, backend, self.groups, instance=self.instance, adopt=named.adopt)
+        upstream = UpstreamService(
+            direct=direct,
+            registry=registry,
+            members=self.members,
+            groups=self.groups,
+            occupancy=self._occupancy,
+            backends=backend,
+            operations=Operations(store, found),
+            ledger=Ledger(store, found),
+            port=lambda: split_address(self._address)[1],
+            hello_timeout=config.hello_timeout,
+        )
+        for problem in named.recall():
+            log.warning("%s", problem)
+        await self._serve(registry, buffers, direct, upstream)
+        upstream.start()
         if self._board is not None:
             self._board.add(Source(OF_NODE, lambda: self._readings(buffers), lambda taken: taken))
         if config.orchestrator is not None:
@@ -250,8 +274,9 @@ class AgentApp:
         attached = self._link is not None and self._link.attached.is_set()
         return tuple(of_node(self.groups.values(), buffers, attached=attached))
 
-    async def _serve(self, registry: Registry, buffers: HostBuffers, backend: Backends) -> None:
-        direct = DirectApi(self.members, backend, self.groups, instance=self.instance, adopt=registry.adopt)
+    async def _serve(
+        self, registry: Registry, buffers: HostBuffers, direct: DirectApi, upstream: UpstreamService
+    ) -> None:
         service = AgentService(
             registry=registry,
             members=self.members,
@@ -266,10 +291,16 @@ class AgentApp:
         guard = Guard(RULES, read_keys(secret) if secret else ())
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard, RefuseMalformed()])
         rpc.add_AgentServicer_to_server(service, server)
+        up_rpc.add_SnapshotAgentServiceServicer_to_server(upstream, server)
         checks = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         reflection.enable_server_reflection(
-            (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
+            (
+                SERVICE,
+                upstream_service.SERVICE,
+                health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+                reflection.SERVICE_NAME,
+            ),
             server,
         )
         host, port = split_address(self.config.listen)
@@ -287,10 +318,15 @@ class AgentApp:
             )
         await server.start()
         self._exits.push_async_callback(server.stop, 0.5)
+        self._exits.push_async_callback(upstream.close)
         self._exits.callback(service.close)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        for name in ("", SERVICE):
+        for name in ("", SERVICE, upstream_service.SERVICE):
             await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+        absent = {*upstream_service.ABSENT, *(() if self._accelerator() == "cuda" else ("cuda",))}
+        for name in upstream_service.HEALTH:
+            serving = health_pb2.HealthCheckResponse.SERVING
+            await checks.set(name, health_pb2.HealthCheckResponse.NOT_SERVING if name in absent else serving)
 
     # ── memory over restarts ───────────────────────────────────────────────
 

@@ -1,18 +1,19 @@
 """Snapshot and restore for services that schedule themselves: jobs that registered without a group.
 
-Refuses jobs of orchestrated groups (their lock decides), and callers that name processes. Keeps nothing
-durable: where a job's state is, its processes say themselves when they register.
+Refuses jobs of orchestrated groups (their lock decides), and callers that name processes without being
+allowed to. Keeps nothing durable: where a job's state is, its processes say themselves when they register.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
 
 from coslice.agent.backends.base import MoveError, Restored, Snapshotted
 from coslice.agent.backends.resolve import Backends
+from coslice.agent.discovery import procfs
 from coslice.agent.members import Member, Members
 from coslice.core.events import ContextFact, ContextState
 from coslice.core.ids import GroupId, JobId, check_name
@@ -22,7 +23,7 @@ NO_GROUP = GroupId("")
 WHOLE = "cuda"
 """What moves processes that an administrator names, unless the request says."""
 T = TypeVar("T")
-Adopt = Callable[[str, Sequence[int], str], None]
+Adopt = Callable[[str, Sequence[int], str], Awaitable[None]]
 """Job, pids, backend; raises ``ConfigError``."""
 
 
@@ -67,11 +68,11 @@ class DirectApi:
                 "naming processes needs the admin role (an agent with --token-secret, and a token of "
                 "`coslice token create --role admin`): name the job, its registered processes are known",
             )
-        if pids and not self._members.of_job(NO_GROUP, JobId(job)):
-            self._take_in(job, pids, backend)
-        self._check_backend(backend, self._find(job))
+        if pids:
+            await self.take_in(job, pids, backend)
+        self._check_backend(backend, self.find(job))
         async with self._turn(job):
-            members = _named(self._find(job), pids)  # again: it may have waited long
+            members = _named(self.find(job), pids)  # again: it may have waited long
             for member in members:
                 if (mode or "offload") not in member.modes:
                     raise DirectRefused(
@@ -85,9 +86,9 @@ class DirectApi:
 
     async def restore(self, job: str, *, timeout: float) -> tuple[Restored, str]:
         """Raises ``DirectRefused``. Of a job that is on the device: nothing moves, and that is said."""
-        self._find(job)
+        self.find(job)
         async with self._turn(job):
-            members = self._find(job)
+            members = self.find(job)
             if not any(member.sleeps for member in members):
                 return Restored(bytes=0, seconds=0.0), f"{job} is on the device already"
             return await _whole(self._move_in(job, members, timeout)), ""
@@ -157,36 +158,32 @@ class DirectApi:
         self._count += 1
         return f"direct/{self._instance}/{job}/{self._count}"
 
-    def _take_in(self, job: str, pids: Sequence[int], backend: str) -> None:
-        """Processes that registered nothing become members of the job, by an administrator's word."""
-        self._check_name(job)
+    async def take_in(self, job: str, pids: Sequence[int], backend: str) -> None:
+        """Processes that registered nothing become members of the job, by the word of somebody who may name
+        them. Raises ``DirectRefused``. Nothing happens to a job that has members already."""
+        self._check_own(job)
+        if self._members.of_job(NO_GROUP, JobId(job)):
+            return
         for member in self._members:
-            if member.pid in pids:
+            if any(member.pid in procfs.line(pid) for pid in pids):
                 raise DirectRefused(
                     grpc.StatusCode.FAILED_PRECONDITION,
-                    f"process {member.pid} is registered as one of job {member.job}: name that job",
+                    f"process {member.pid} is registered as one of job {member.job}, with what it started: "
+                    "name that job",
                 )
         try:
-            self._adopt(job, pids, backend or WHOLE)
+            await self._adopt(job, pids, backend or WHOLE)
         except ConfigError as error:
             raise DirectRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
 
-    @staticmethod
-    def _check_name(job: str) -> None:
-        try:
-            check_name("job", job)
-        except ValueError as error:
-            raise DirectRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+    def moving(self, job: str) -> bool:
+        """Is a move of the job under way here?"""
+        lock = self._locks.get(JobId(job))
+        return lock is not None and lock.locked()
 
-    def _find(self, job: str) -> tuple[Member, ...]:
-        self._check_name(job)
-        groups = [group for group in self._members.groups_of(JobId(job)) if group in self._groups]
-        if groups:
-            raise DirectRefused(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"job {job} belongs to the orchestrated group {groups[0]}: its state moves when its lock "
-                "changes hands (acquire and yield); to schedule it yourself, register it without a group",
-            )
+    def find(self, job: str) -> tuple[Member, ...]:
+        """Its processes; raises ``DirectRefused``: none, or not ours to move."""
+        self._check_own(job)
         members = self._members.of_job(NO_GROUP, JobId(job))
         if not members:
             raise DirectRefused(
@@ -194,6 +191,20 @@ class DirectApi:
                 f"no process of job {job!r} is registered here: its workload registers with this agent first",
             )
         return members
+
+    def _check_own(self, job: str) -> None:
+        """Raises ``DirectRefused`` for no name, and for a job that others schedule."""
+        try:
+            check_name("job", job)
+        except ValueError as error:
+            raise DirectRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+        groups = [group for group in self._members.groups_of(JobId(job)) if group in self._groups]
+        if groups:
+            raise DirectRefused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"job {job} belongs to the orchestrated group {groups[0]}: its state moves when its lock "
+                "changes hands (acquire and yield); to schedule it yourself, register it without a group",
+            )
 
 
 def _named(members: tuple[Member, ...], pids: Sequence[int]) -> tuple[Member, ...]:

@@ -114,6 +114,10 @@ class Member:
         return self._channel is not None
 
     @property
+    def channel(self) -> "OpenChannel | None":
+        return self._channel
+
+    @property
     def has_ended(self) -> bool:
         return self.process is not None and self.process.ended.is_set()
 
@@ -257,6 +261,7 @@ class Members:
 
     def __init__(self) -> None:
         self._all: dict[tuple[GroupId, MemberId], Member] = {}
+        self._changed = asyncio.Event()
         self.gauge: Callable[[Member], int] | None = None
 
     def __iter__(self) -> Iterator[Member]:
@@ -268,10 +273,20 @@ class Members:
     def add(self, member: Member) -> None:
         member.gauge = self.gauge
         self._all[member.group, member.id] = member
+        self._tell()
 
     def remove(self, member: Member) -> None:
         if self._all.get((member.group, member.id)) is member:
             del self._all[member.group, member.id]
+            self._tell()
+
+    async def changed(self) -> None:
+        """Until somebody comes or goes."""
+        await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def of_group(self, group: GroupId) -> tuple[Member, ...]:
         return tuple(m for m in self._all.values() if m.group == group)

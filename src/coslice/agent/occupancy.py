@@ -58,6 +58,11 @@ class Occupancy:
         pids = [pid for pid, (_, owner) in self._owners.items() if owner is member]
         return self._surveyor.last.bytes_of(pids)
 
+    @property
+    def last(self) -> Survey:
+        """The newest survey."""
+        return self._surveyor.last
+
     def job_of(self, pid: int) -> JobId | None:
         owner = self._owners.get(pid, (0, None))[1]
         return None if owner is None else owner.job

@@ -69,7 +69,13 @@ class Registry:
     async def register(self, message: pb.Register, channel: OpenChannel) -> None:
         """Makes the process behind the channel a member; raises ``RegistrationRefused``."""
         self._check(message)
-        message = self._identified(message)
+        await self.register_identified(self._identified(message), channel)
+
+    async def register_identified(self, message: pb.Register, channel: OpenChannel) -> None:
+        """The same for a process whose pid and start time the kernel vouched for. Raises
+        ``RegistrationRefused``."""
+        self._check(message)
+        self._check_owner(message.pid)
         group, job = GroupId(message.group), JobId(message.job)
         incarnation = self._incarnation(message)
         known = self._members.get(group, member_id(job, incarnation, message.pid, message.start_time))
@@ -90,11 +96,12 @@ class Registry:
         channel.send(pb.WorkloadCommand(admitted=pb.Admitted()))
 
     def adopt(self, job: str, pids: Sequence[int], backend: str) -> None:
-        """Make members of processes that did not register, for a backend that moves them whole. By an
-        administrator's word; raises ``ConfigError``."""
+        """Make members of processes that did not register, for a backend that does without their help. By
+        the word of somebody who may name them; raises ``ConfigError``."""
         self._backend.check_job(backend)
         name = parse_backend(backend).name
-        if not self._backend.named(name).capabilities().whole_process:
+        able = self._backend.named(name).capabilities()
+        if able.in_process:
             raise ConfigError(f"backend {name} needs the processes' own help: they register, none is named")
         found = dict[int, int]()
         for pid in pids:
@@ -104,12 +111,19 @@ class Registry:
         first = min(pids)
         incarnation = Incarnation(f"named-{first}-{found[first]}")
         for pid, started in sorted(found.items()):
-            device = "cuda" if name == "cuda" else "host"
-            message = pb.Register(job=job, pid=pid, start_time=started, device=device, backend=backend)
+            device = "cuda" if name == "cuda" else "host" if able.whole_process else self.accelerator
+            message = pb.Register(
+                job=job, pid=pid, start_time=started, device=device, backend=backend, modes=able.modes
+            )
             try:
                 self._new(message, incarnation)
             except RegistrationRefused as refusal:
                 raise ConfigError(str(refusal)) from None
+
+    @property
+    def accelerator(self) -> str:
+        """Of this node, where all its groups agree."""
+        return "cuda" if {g.devices.accelerator for g in self._groups.values()} == {"cuda"} else "host"
 
     def remembered(
         self, group: ServedGroup, job: JobId, stored: core.Member, incarnation: Incarnation, base: int | None
@@ -191,15 +205,16 @@ class Registry:
                 f"the ticket was given to process {ticket.pid}, and not to process {message.pid} with start "
                 f"time {message.start_time}: register from the process itself, on the agent's own node",
             )
-        if (found := owner(ticket.pid)) != self._uid:
-            raise RegistrationRefused(
-                pb.DENIED,
-                f"process {ticket.pid} is user {found}'s, the agent is user {self._uid}'s: use one user",
-            )
         identified = pb.Register()
         identified.CopyFrom(message)
         identified.pid = ticket.pid
         return identified
+
+    def _check_owner(self, pid: int) -> None:
+        if (found := owner(pid)) != self._uid:
+            raise RegistrationRefused(
+                pb.DENIED, f"process {pid} is user {found}'s, the agent is user {self._uid}'s: use one user"
+            )
 
     def _check_limits(self, group: GroupId, job: JobId) -> None:
         members = list(self._members)

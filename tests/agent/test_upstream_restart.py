@@ -1,0 +1,102 @@
+"""Operations and saved state of llm-d's agent protocol over a SIGKILL of the agent: real processes."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent.conftest import MIB, PATIENCE, Node, Process
+from agent.test_upstream import SIZE, Caller, registered, workload
+
+from coslice.wire.upstream import snapshot_agent_pb2 as up
+
+
+class Killable:
+    """An agent in a process of its own, always at one address; stands where a test's node has its agent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.address = folder, "127.0.0.1:0"
+        self.process: Any = None
+
+    async def start(self) -> None:
+        arguments = ("agent", "--listen", self.address, "--node", "n", "--device", "host", "--memory", "1GiB")
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "coslice.cli.main", *arguments, "--json"),
+            *("--state", str(self.folder / "agent"), "--orchestrator", "127.0.0.1:1"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(PATIENCE):
+            self.address = json.loads(await self.process.stdout.readline())["agent"]
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+    async def stop(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            await self.kill()
+
+
+@pytest.fixture
+async def killable(node: Node) -> Any:
+    agent = Killable(node.folder)
+    await agent.start()
+    node.agent = agent  # type: ignore[assignment]  # as far as clients and workloads see it
+    yield agent
+    await agent.stop()
+
+
+async def back(node: Node, process: Process) -> None:
+    await process.until("connected")
+    await registered(node, "job-a")
+
+
+async def test_saved_state_and_finished_operations_are_known_after_a_kill(
+    node: Node, killable: Killable
+) -> None:
+    process, caller = await workload(node, "job-a"), Caller(node)
+    operation = await caller.snapshot("job-a")
+    before = await caller.ended(operation)
+    await killable.kill()
+    await killable.start()
+    caller = Caller(node)
+    assert await caller.operation(operation) == before
+    await back(node, process)
+    assert await caller.states() == {"job-a": "SAVED"}
+    restored = await caller.ended(await caller.restore("job-a"))
+    assert restored.snapshot_device_bytes == pytest.approx(SIZE, rel=0.01)
+    assert (await process.until("restored"))["intact"]
+
+
+async def test_an_operation_that_a_kill_interrupted_is_carried_to_its_end(
+    node: Node, killable: Killable
+) -> None:
+    """Its state had left, and nobody had heard of it: memory tells, nothing is ordered twice."""
+    process, caller = await workload(node, "job-a", "--hold"), Caller(node)
+    operation = await caller.snapshot("job-a")
+    await process.until("told")
+    await killable.kill()
+    process.tell("go")
+    await killable.start()
+    caller = Caller(node)
+    assert (await caller.operation(operation)).status == up.OPERATION_STATUS_PENDING
+    ended = await caller.ended(operation)
+    assert ended.status == up.OPERATION_STATUS_COMPLETE
+    assert await caller.states() == {"job-a": "SAVED"}
+    assert (await caller.ended(await caller.restore("job-a"))).status == up.OPERATION_STATUS_COMPLETE
+    assert (await process.until("restored"))["intact"]
+
+
+async def test_an_operation_whose_process_died_with_the_agent_fails(node: Node, killable: Killable) -> None:
+    process, caller = await workload(node, "job-a", "--hold", size=MIB), Caller(node)
+    operation = await caller.snapshot("job-a")
+    await process.until("told")
+    await killable.kill()
+    process.process.kill()
+    await process.ended()
+    await killable.start()
+    failed = await Caller(node).ended(operation)
+    assert failed.status == up.OPERATION_STATUS_FAILED
+    assert "job-a" in failed.error
