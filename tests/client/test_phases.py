@@ -159,6 +159,15 @@ assert not loaded, loaded
     subprocess.run([sys.executable, "-c", program], check=True, env={"PATH": ""})
 
 
+def test_without_an_orchestrator_a_phase_costs_one_look_at_one_attribute() -> None:
+    callback = PhaseCallback.from_env({})
+    for name in [name for name in vars(callback) if name != "enabled"]:
+        delattr(callback, name)  # whoever looks at another one fails
+    for phase in ("init", "generate", "train", "no such phase"):
+        callback.on_phase_begin(phase, "trainer", {"step": 1})
+        callback.on_phase_end(phase, "no such role")
+
+
 def test_a_job_that_crashes_in_a_phase_leaves_nothing_held(recording: RecordingOrchestrator) -> None:
     program = """
 from coslice.client.phases import PhaseCallback

@@ -355,6 +355,8 @@ def test_twice_is_once(share: Any) -> None:
 
 NOTHING = {
     "ray": "from coslice.integrations.ray import runtime_env\nassert runtime_env('a', 'g') == {}",
+    "trl": "from coslice.integrations.trl import share\ns = S()\nassert share(s) is s and vars(s) == {}\n"
+    "import sys\nassert not {'trl', 'transformers', 'torch'} & set(sys.modules)",
     "verl": "import coslice.integrations.verl as v, sys\nn = len(sys.meta_path)\n"
     "import coslice.integrations.verl_plugin as p\nassert p.plugin is False and len(sys.meta_path) == n\n"
     "assert vars(v.share(S())) == {}",
