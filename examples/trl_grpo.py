@@ -6,7 +6,8 @@
 
 A tiny model from scratch, so that it runs on any machine, without a download: it learns to answer with
 letters in order. Rewards are plain Python that waits like a sandbox would (``--reward-s``). The last line
-tells the digest of the trained weights: it is the same alone and shared. Needs: pip install 'coslice[trl]'.
+tells the digest of the trained weights, which is the same alone and shared, and when the trainer computed
+(``tools/trl_duty.py`` reads that). Needs: pip install 'coslice[trl]'.
 """
 
 import argparse
@@ -74,8 +75,15 @@ def main() -> None:
     words = tokenizer()
     policy = model(words, options.width)
 
+    marks: list[tuple[float, float]] = []
+
+    def mark() -> None:
+        marks.append((time.monotonic(), time.thread_time()))
+
     def in_order(completions: list[str], **_: object) -> list[float]:
+        mark()
         time.sleep(options.reward_s)  # the sandbox: off the accelerators
+        mark()
         return [float(sum(a < b for a, b in itertools.pairwise(text))) for text in completions]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -101,12 +109,17 @@ def main() -> None:
             ),
         )
         share(trainer)  # ← coslice
-        began = time.monotonic()
+        mark()
         trainer.train()
+        mark()
     digest = hashlib.sha256()
     for name, value in sorted(policy.state_dict().items()):
         digest.update(name.encode() + value.detach().numpy().tobytes())
-    print(json.dumps({"digest": digest.hexdigest(), "seconds": round(time.monotonic() - began, 2)}))
+    # Between two rewards the trainer computes: begin, end and processor time of each stretch.
+    pairs = zip(marks[::2], marks[1::2], strict=True)
+    stretches = [(begin, end, spent - before) for (begin, before), (end, spent) in pairs]
+    seconds = round(marks[-1][0] - marks[0][0], 2)
+    print(json.dumps({"digest": digest.hexdigest(), "seconds": seconds, "computed": stretches}))
 
 
 if __name__ == "__main__":

@@ -153,8 +153,8 @@ def test_a_framework_that_initializes_ray_itself_carries_the_identity(
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[dict[str, Any]]:
     cores = sorted(os.sched_getaffinity(0))
-    groups = ["--group", f"train:cpus={cores[0]}:memory=48MiB"]
-    groups += ["--group", f"sample:cpus={cores[-1]}:memory=64MiB"]
+    groups = ["--group", f"train:cpus={cores[0]}:memory=96MiB"]
+    groups += ["--group", f"sample:cpus={cores[-1]}:memory=96MiB"]
     arguments = [*COSLICE, "up", "--json", *groups, "--state", str(tmp_path / "state")]
     arguments += ["--listen", "127.0.0.1:0", "--agent-listen", "127.0.0.1:0"]
     with ExitStack() as stack:

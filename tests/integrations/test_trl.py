@@ -43,8 +43,8 @@ def started(arguments: list[str]) -> "subprocess.Popen[str]":
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """Addresses of orchestrator and agent; the device holds one job (about 25 MiB) and not two."""
-    arguments = [*COSLICE, "up", "--json", "--memory", "40MiB", "--state", str(tmp_path / "state")]
+    """Addresses of orchestrator and agent; a job alone takes up to 40 MiB of it."""
+    arguments = [*COSLICE, "up", "--json", "--memory", "64MiB", "--state", str(tmp_path / "state")]
     arguments += ["--listen", "127.0.0.1:0", "--agent-listen", "127.0.0.1:0"]
     with ExitStack() as stack:
         process = stack.enter_context(started(arguments))
