@@ -43,6 +43,7 @@ from coslice.core.ids import GroupId, JobId
 from coslice.errors import ConfigError
 from coslice.observe.board import Board
 from coslice.observe.metric import Reading, Source
+from coslice.observe.tracing import Tracing
 from coslice.runtime.clock import LoopClock
 from coslice.runtime.supervisor import Supervisor
 from coslice.security import access
@@ -91,10 +92,13 @@ class Baselines(msgspec.Struct):
 class AgentApp:
     """``config.state_dir`` may be ``":memory:"``: then nothing survives a restart."""
 
-    def __init__(self, config: AgentConfig, *, board: Board | None = None) -> None:
-        """``board``: where its metrics and its readiness go; None: nobody asks for them."""
+    def __init__(
+        self, config: AgentConfig, *, board: Board | None = None, tracing: Tracing | None = None
+    ) -> None:
+        """``board``: where its metrics and its readiness go; None: nobody asks for them. ``tracing``: where
+        spans of its part in hand-overs go; None: nowhere."""
         self.config = config
-        self._board = board
+        self._board, self._tracing = board, tracing
         self._meter = Meter(board.registry) if board is not None else None
         if board is not None:
             board.ready["agent"] = self._why_not_ready
@@ -261,6 +265,7 @@ class AgentApp:
             backend=backend,
             publish=self._publish,
             meter=self._meter,
+            tracing=self._tracing,
         )
 
     def _why_not_ready(self) -> str:

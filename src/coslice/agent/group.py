@@ -24,6 +24,7 @@ from coslice.agent.metrics import UNKNOWN, Meter
 from coslice.agent.processes import kill
 from coslice.agent.sampler import UsageSampler
 from coslice.agent.tiers.disk import Damaged
+from coslice.agent.watch import Watch
 from coslice.core import context as core
 from coslice.core import effects as fx
 from coslice.core import events as ev
@@ -31,6 +32,7 @@ from coslice.core.holdings import Context, Holdings, NodeRules, facts, find, fit
 from coslice.core.ids import Epoch, Incarnation, JobId, MemberId, OpId
 from coslice.core.outcome import Rejected, Step
 from coslice.errors import ConfigError
+from coslice.observe.tracing import Tracing
 from coslice.runtime.clock import Clock
 from coslice.runtime.driver import Driver, Stopped
 from coslice.store.codec import Codec
@@ -82,9 +84,10 @@ class ServedGroup:
         backend: Backend,
         publish: Callable[[pb.AgentMessage], None],
         meter: Meter | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.id = devices.group
-        self._meter = meter
+        self._watch = Watch(devices.group, config.node, meter, tracing)
         self.devices = devices
         self._config, self._clock = config, clock
         self._members, self._buffers, self._backend, self._publish = members, buffers, backend, publish
@@ -168,6 +171,7 @@ class ServedGroup:
         try:
             await self.driver.post(event)
         except Rejected as refusal:
+            self._watch.refused(command.op, str(refusal))
             failed = pb.OpFailed(
                 op=command.op,
                 group=self.id,
@@ -178,9 +182,11 @@ class ServedGroup:
             )
             self._publish(pb.AgentMessage(failed=failed))
         except Stopped as stopped:
+            self._watch.refused(command.op, str(stopped))
             log.warning("command %s was not taken: %s", command.op, stopped)
 
     def command(self, command: pb.MakeResident) -> None:
+        self._watch.commanded(command)
         self._spawn(f"command {command.op}", self.make_resident(command))
 
     def forget(self, job: str) -> None:
@@ -301,8 +307,7 @@ class ServedGroup:
 
     def _reported(self, report: fx.ReportDone | fx.ReportFailed) -> None:
         self._reason = report.reason
-        if self._meter is not None:
-            self._meter.reported(self.id, report)
+        self._watch.reported(report)
 
     def _backend_of(self, members: Sequence[Member]) -> str:
         """For people: which backend moves them."""
@@ -316,7 +321,7 @@ class ServedGroup:
     async def _snapshot(self, effect: fx.RunSnapshot) -> None:
         members = self._members.of_job(self.id, effect.job)
         name = f"{effect.op}/{effect.job}/{effect.attempt}"
-        backend = self._backend_of(members)
+        stage = self._watch.stage("snapshot", effect.op, effect.job, self._backend_of(members))
         try:
             ahead = await self._bring_ahead(effect)
             if isinstance(self._backend, Elastic):
@@ -324,8 +329,7 @@ class ServedGroup:
             else:
                 done = await self._backend.snapshot(members, op=name)
         except Exception as error:
-            if self._meter is not None:
-                self._meter.failed(self.id, backend, "snapshot", error)
+            stage.failed(error)
             self.driver.tell(
                 ev.SnapshotFailed(
                     at=self._clock.now(),
@@ -338,8 +342,7 @@ class ServedGroup:
                 )
             )
             return
-        if self._meter is not None:
-            self._meter.snapshotted(self.id, backend, done)
+        stage.snapshotted(done)
         self.driver.tell(
             ev.SnapshotSucceeded(
                 at=self._clock.now(),
@@ -404,12 +407,11 @@ class ServedGroup:
         await self._clear_of_ahead(but=effect.op)
         if self._ahead is not None:
             self._ahead.end()
-        backend = self._backend_of(members)
+        stage = self._watch.stage("restore", effect.op, effect.job, self._backend_of(members))
         try:
             done = await self._backend.restore(members, op=name)
         except Exception as error:
-            if self._meter is not None:
-                self._meter.failed(self.id, backend, "restore", error)
+            stage.failed(error)
             self.driver.tell(
                 ev.RestoreFailed(
                     at=self._clock.now(),
@@ -421,8 +423,7 @@ class ServedGroup:
                 )
             )
             return
-        if self._meter is not None:
-            self._meter.restored(self.id, backend, done)
+        stage.restored(done)
         self.driver.tell(
             ev.RestoreSucceeded(
                 at=self._clock.now(),
@@ -447,8 +448,7 @@ class ServedGroup:
         for each in further:  # processes of the job that did not register themselves
             kill(each.pid, each.started)
         hit = [member for member in members if member.process is not None and member.process.kill()]
-        if self._meter is not None:
-            self._meter.killed(self.id)
+        self._watch.killed()
         log.warning("killing job %s (pids %s): %s", job, ", ".join(str(m.pid) for m in hit) or "none", reason)
         ends = [member.process.ended.wait() for member in members if member.process is not None]
         try:

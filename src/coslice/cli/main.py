@@ -125,6 +125,15 @@ DiskDir = Annotated[
         metavar="DIR", help="Where; it makes a folder of its own there. Default: in the state folder."
     ),
 ]
+Otlp = Annotated[
+    str | None,
+    typer.Option(
+        "--otlp",
+        metavar="URL",
+        help="Send a trace of every hand-over to the OpenTelemetry collector here, e.g. "
+        "http://127.0.0.1:4317. Needs [b]pip install 'coslice\\[otel]'[/b].",
+    ),
+]
 DEFAULT_ORCHESTRATOR = "127.0.0.1:50051"
 DEFAULT_AGENT = "127.0.0.1:9001"
 
@@ -195,6 +204,7 @@ def up(
     listen_agents: ListenAgents = None,
     insecure: Insecure = False,
     http: Http = None,
+    otlp: Otlp = None,
     json: Json = False,
 ) -> None:
     """Run orchestrator and agent of this machine in one process, until Ctrl-C."""
@@ -219,6 +229,7 @@ def up(
             security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
             listen_agents=listen_agents,
             http=http,
+            otlp=otlp,
             json=json,
         )
     )
@@ -236,6 +247,7 @@ def orchestrator(
     listen_agents: ListenAgents = None,
     insecure: Insecure = False,
     http: Http = None,
+    otlp: Otlp = None,
     json: Json = False,
 ) -> None:
     """Run the orchestrator alone; agents of several nodes dial in."""
@@ -248,6 +260,7 @@ def orchestrator(
         security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
         listen_agents=listen_agents,
         http=http,
+        otlp=otlp,
         json=json,
     )
 
@@ -276,6 +289,7 @@ def agent(
     token_secret: TokenSecret = None,
     insecure: Insecure = False,
     http: Http = None,
+    otlp: Otlp = None,
     json: Json = False,
 ) -> None:
     """Run the Snapshot Agent of this node alone; it dials the orchestrator."""
@@ -297,6 +311,7 @@ def agent(
         backends=tuple(backend or ()),
         security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
         http=http,
+        otlp=otlp,
         json=json,
     )
     run_agent(options)

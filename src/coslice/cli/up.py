@@ -29,6 +29,7 @@ from coslice.core.policy import policy_named
 from coslice.errors import ConfigError
 from coslice.observe.board import Board
 from coslice.observe.http import HttpServer
+from coslice.observe.tracing import Exporting
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
 from coslice.security.credentials import Credentials, credentials_from
@@ -63,6 +64,7 @@ class UpOptions:
     listen_agents: str | None = None
     backends: tuple[str, ...] = ()
     http: str | None = None
+    otlp: str | None = None
     json: bool = False
 
 
@@ -74,7 +76,7 @@ class App(Protocol):
 def run_up(options: UpOptions) -> None:
     devices = _devices(options)
     policy = _policy(options.policy)
-    pages = _Pages(options.http, options.security)
+    sight = _Sight(options.http, options.otlp, options.security, service="coslice")
     with _StateDir(options.state, "up", ephemeral=options.ephemeral) as folder:
         orchestrator = OrchestratorApp(
             OrchestratorConfig(
@@ -85,20 +87,22 @@ def run_up(options: UpOptions) -> None:
                 journal=str(folder / "journal.jsonl"),
                 groups=tuple(GroupConfig(id=device.group, policy=policy) for device in devices),
             ),
-            board=pages.board,
+            board=sight.board,
+            tracing=sight.tracing,
         )
 
         async def serve(stack: AsyncExitStack) -> None:
-            await pages.start(stack)
+            await sight.start(stack)
             await _start(stack, orchestrator)
             # The agent dials the address that was really bound: port 0 asks the system for a free one.
             agent = AgentApp(
                 _agent_config(options, devices, _within(orchestrator.agents_address), folder, own=True),
-                board=pages.board,
+                board=sight.board,
+                tracing=sight.tracing,
             )
             await _start(stack, agent)
             await agent.wait_ready()
-            _announce_up(options, devices, orchestrator.address, agent.address, folder, pages)
+            _announce_up(options, devices, orchestrator.address, agent.address, folder, sight)
 
         _run_until_signal(serve)
 
@@ -111,10 +115,11 @@ def run_orchestrator(
     security: Security = LOCAL_ONLY,
     listen_agents: str | None = None,
     http: str | None = None,
+    otlp: str | None = None,
     json: bool,
 ) -> None:
     name = _policy(policy)
-    pages = _Pages(http, security)
+    sight = _Sight(http, otlp, security, service="coslice-orchestrator")
     with _StateDir(state, "orchestrator", ephemeral=False) as folder:
         app = OrchestratorApp(
             OrchestratorConfig(
@@ -127,17 +132,18 @@ def run_orchestrator(
                 open_groups=True,
                 default_policy=name,
             ),
-            board=pages.board,
+            board=sight.board,
+            tracing=sight.tracing,
         )
 
         async def serve(stack: AsyncExitStack) -> None:
-            await pages.start(stack)
+            await sight.start(stack)
             await _start(stack, app)
             agents = f", agents at [b]{app.agents_address}[/b]" if app.agents_address != app.address else ""
             _say(
                 json,
-                {"ready": True, "orchestrator": app.address, "agents": app.agents_address, **pages.data()},
-                f"orchestrator at [b]{app.address}[/b]{agents}{pages.text()}",
+                {"ready": True, "orchestrator": app.address, "agents": app.agents_address, **sight.data()},
+                f"orchestrator at [b]{app.address}[/b]{agents}{sight.text()}",
             )
 
         _run_until_signal(serve)
@@ -145,18 +151,20 @@ def run_orchestrator(
 
 def run_agent(options: UpOptions) -> None:
     devices = _devices(options)
-    pages = _Pages(options.http, options.security)
+    sight = _Sight(options.http, options.otlp, options.security, service="coslice-agent")
     with _StateDir(options.state, f"agent-{_node(options)}", ephemeral=options.ephemeral) as folder:
-        agent = AgentApp(_agent_config(options, devices, options.listen, folder), board=pages.board)
+        agent = AgentApp(
+            _agent_config(options, devices, options.listen, folder), board=sight.board, tracing=sight.tracing
+        )
 
         async def serve(stack: AsyncExitStack) -> None:
-            await pages.start(stack)
+            await sight.start(stack)
             await _start(stack, agent)
             _say(
                 options.json,
-                {"ready": True, "agent": agent.address, "node": _node(options), **pages.data()},
+                {"ready": True, "agent": agent.address, "node": _node(options), **sight.data()},
                 f"agent of node [b]{_node(options)}[/b] at [b]{agent.address}[/b], dialling {options.listen}"
-                f"{pages.text()}",
+                f"{sight.text()}",
             )
 
         _run_until_signal(serve)
@@ -337,15 +345,18 @@ class _StateDir:
             shutil.rmtree(self._path, ignore_errors=True)
 
 
-class _Pages:
-    """The HTTP pages of a process, if ``--http`` asks for them: metrics, health."""
+class _Sight:
+    """What a process shows of itself: its HTTP pages (``--http``) and its traces (``--otlp``)."""
 
-    def __init__(self, listen: str | None, security: Security) -> None:
-        self.board = Board() if listen else None
-        self._server = HttpServer(self.board, listen, security) if listen and self.board else None
+    def __init__(self, http: str | None, otlp: str | None, security: Security, *, service: str) -> None:
+        self.board = Board() if http else None
+        self._server = HttpServer(self.board, http, security) if http and self.board else None
+        self.tracing = Exporting(otlp, service=service) if otlp else None
 
     async def start(self, stack: AsyncExitStack) -> None:
         """First of all: whoever asks while the rest starts is told so."""
+        if self.tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, self.tracing.close)
         if self._server is not None:
             await _start(stack, self._server)
 
@@ -392,7 +403,7 @@ def _announce_up(
     orchestrator: str,
     agent: str,
     folder: Path,
-    pages: _Pages,
+    sight: _Sight,
 ) -> None:
     lines = [f"[b]coslice is up[/b]   orchestrator {orchestrator}   agent {agent}   (Ctrl-C stops both)"]
     for device in devices:
@@ -403,7 +414,7 @@ def _announce_up(
         )
     flag = "" if orchestrator == "127.0.0.1:50051" else f" -o {orchestrator} --agent {agent}"
     group = f" --group {devices[0].group}" if len(devices) > 1 else ""
-    lines.append(f"  journal: {escape(str(folder / 'journal.jsonl'))}{pages.text()}")
+    lines.append(f"  journal: {escape(str(folder / 'journal.jsonl'))}{sight.text()}")
     lines.append(f"next:  coslice run{flag}{group} --job a -- python train_a.py")
     data: dict[str, object] = {
         "ready": True,
@@ -412,6 +423,6 @@ def _announce_up(
         "groups": [str(device.group) for device in devices],
         "state": str(folder),
         "journal": str(folder / "journal.jsonl"),
-        **pages.data(),
+        **sight.data(),
     }
     _say(options.json, data, "\n".join(lines))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from coslice.client.decorator import OnAccelerators
 from coslice.client.holder import Held, Holder
+from coslice.client.trace import acquiring
 from coslice.client.types import Grant, Status
 from coslice.errors import LeaseLost
 
@@ -131,7 +132,8 @@ class AsyncClient(Holder["AioLink"]):
         held = self._record(groups, phase, scoped=scoped)
         if not self.is_noop:
             link, claim = self._link(), self._claim(groups, phase, timeout, need)
-            await link.acquire(claim)
+            with acquiring(claim):
+                await link.acquire(claim)
             held.grant_of(link, claim)
         try:
             self._enter_gate(held)

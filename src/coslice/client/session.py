@@ -54,6 +54,7 @@ class Claim:
     deadline: float = math.inf
     connect_timeout: float
     reconnect_timeout: float
+    traceparent: str = ""
     holds: dict[str, Hold] = field(default_factory=dict)
     ask: "_Ask | None" = None
     error: CosliceError | None = None
@@ -364,7 +365,12 @@ class Session:
     def _ask(self, claim: Claim, groups: list[str]) -> _Ask:
         request = self._next_request()
         message = pb.Acquire(
-            request=request, groups=groups, world=claim.world, need_bytes=claim.need, phase=claim.phase
+            request=request,
+            groups=groups,
+            world=claim.world,
+            need_bytes=claim.need,
+            phase=claim.phase,
+            traceparent=claim.traceparent,
         )
         ask = self._asks[request] = _Ask(request, message, frozenset(groups), [])
         self._send(pb.ClientMessage(acquire=message))

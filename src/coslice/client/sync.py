@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from coslice.client.decorator import OnAccelerators
 from coslice.client.holder import Held, Holder
+from coslice.client.trace import acquiring
 from coslice.client.types import Grant, Status
 from coslice.errors import LeaseLost
 
@@ -136,7 +137,8 @@ class Client(Holder["Link"]):
         held = self._record(groups, phase, scoped=scoped)
         if not self.is_noop:
             link, claim = self._link(), self._claim(groups, phase, timeout, need)
-            link.acquire(claim)
+            with acquiring(claim):
+                link.acquire(claim)
             held.grant_of(link, claim)
         self._enter_or_release(held)
         return held
@@ -145,7 +147,8 @@ class Client(Holder["Link"]):
         held = self._record(groups, phase, scoped=True)
         if not self.is_noop:
             link, claim = self._link(), self._claim(groups, phase, timeout, None)
-            await link.acquire_async(claim)
+            with acquiring(claim):
+                await link.acquire_async(claim)
             held.grant_of(link, claim)
         self._enter_or_release(held)
         return held

@@ -47,11 +47,11 @@ class Agents:
     def attached(self, node: NodeId) -> bool:
         return node in self._links
 
-    def command(self, group: GroupId, effect: fx.MakeResident) -> None:
+    def command(self, group: GroupId, effect: fx.MakeResident, traceparent: str = "") -> None:
         """Send it if the node is there; if not, it follows from the group's state when the node attaches."""
         link = self._links.get(effect.node)
         if link is not None and group in link.locks:
-            link.outbox.put(convert.make_resident(group, effect))
+            link.outbox.put(convert.make_resident(group, effect, traceparent))
 
     def forget(self, group: GroupId, effect: fx.ForgetJob) -> None:
         link = self._links.get(effect.node)

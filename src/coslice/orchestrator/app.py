@@ -23,6 +23,7 @@ from coslice.core.ids import GroupId
 from coslice.errors import ConfigError
 from coslice.observe.board import Board
 from coslice.observe.metric import Reading, Source
+from coslice.observe.tracing import Tracing
 from coslice.orchestrator import metrics
 from coslice.orchestrator.admin import Admin
 from coslice.orchestrator.agents import Agents
@@ -34,6 +35,7 @@ from coslice.orchestrator.observer import Observer
 from coslice.orchestrator.outbox import End
 from coslice.orchestrator.service import OrchestratorService
 from coslice.orchestrator.sessions import Session, Sessions
+from coslice.orchestrator.traces import Traces
 from coslice.orchestrator.upstream import SERVICE as UPSTREAM
 from coslice.orchestrator.upstream import UpstreamService
 from coslice.orchestrator.verbs import Verbs
@@ -69,13 +71,18 @@ MAX_TEXT = 4096
 class OrchestratorApp:
     """``start`` once, ``stop`` once; ``address`` is known in between."""
 
-    def __init__(self, config: OrchestratorConfig, *, board: Board | None = None) -> None:
-        """``board``: where its metrics and its readiness go; None: nobody asks for them."""
+    def __init__(
+        self, config: OrchestratorConfig, *, board: Board | None = None, tracing: Tracing | None = None
+    ) -> None:
+        """``board``: where its metrics and its readiness go; None: nobody asks for them. ``tracing``: where
+        spans of hand-overs go; None: nowhere."""
         self.config = config
         self.leading: Callable[[], bool] = lambda: True
         """Does this process grant? Asked for the metric ``coslice_leader``; one alone always does."""
         self._board = board
-        self._pushed = Pushed(board.registry) if board is not None else None
+        pushed = Pushed(board.registry) if board is not None else None
+        self._observer = Observer(pushed, Traces(tracing) if tracing is not None else None)
+        self._pushed = pushed
         if board is not None:
             board.ready["orchestrator"] = lambda: "" if self._ready.is_set() else "it is starting"
         self.instance = ""
@@ -131,7 +138,7 @@ class OrchestratorApp:
     def _assemble(
         self, store: Store, saved: Mapping[str, tuple[bytes, int]], journal: Journal, clock: Clock
     ) -> tuple[OrchestratorService, UpstreamService]:
-        config, watchers = self.config, Watchers()
+        config, watchers, traces = self.config, Watchers(), self._observer.traces
 
         def changed(group: GroupId) -> None:
             watchers.changed(group)
@@ -145,14 +152,14 @@ class OrchestratorApp:
             clock=clock,
             supervisor=self._supervisor,
             changed=changed,
-            observer=Observer(self._pushed),
+            observer=self._observer,
         )
         sessions = Sessions(groups=groups, clock=clock, grace=config.session_grace, limit=config.max_sessions)
         agents = Agents(groups=groups, clock=clock, instance=self.instance)
 
         def perform(group: GroupId, effect: fx.GroupEffect) -> None:
             if isinstance(effect, fx.MakeResident):
-                agents.command(group, effect)
+                agents.command(group, effect, traces.command(group, effect) if traces is not None else "")
             elif isinstance(effect, fx.ForgetJob):
                 agents.forget(group, effect)
             else:
@@ -177,7 +184,7 @@ class OrchestratorApp:
                 text=text,
             )
 
-        verbs = Verbs(groups=groups, clock=clock, note=note, max_requests=config.max_requests)
+        verbs = Verbs(groups=groups, clock=clock, note=note, max_requests=config.max_requests, traces=traces)
         upstream = UpstreamService(
             groups=groups, sessions=sessions, verbs=verbs, clock=clock, instance=self.instance
         )

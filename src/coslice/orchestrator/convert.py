@@ -210,10 +210,15 @@ def op_failed(message: pb.OpFailed, node: NodeId, accelerator: str, *, at: float
     )
 
 
-def make_resident(group: GroupId, effect: fx.MakeResident) -> pb.AgentCommand:
+def make_resident(group: GroupId, effect: fx.MakeResident, traceparent: str = "") -> pb.AgentCommand:
     return pb.AgentCommand(
         make_resident=pb.MakeResident(
-            op=effect.op, group=group, epoch=effect.epoch, job=effect.job, need_bytes=effect.need
+            op=effect.op,
+            group=group,
+            epoch=effect.epoch,
+            job=effect.job,
+            need_bytes=effect.need,
+            traceparent=traceparent,
         )
     )
 

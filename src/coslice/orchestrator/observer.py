@@ -9,13 +9,14 @@ from coslice.core.group_state import Group
 from coslice.core.ids import GroupId
 from coslice.core.outcome import Step
 from coslice.orchestrator.metrics import Meter, Pushed
+from coslice.orchestrator.traces import Traces
 
 
 class Observer:
-    """``pushed`` None: no metrics."""
+    """``pushed`` None: no metrics; ``traces`` None: no traces."""
 
-    def __init__(self, pushed: Pushed | None = None) -> None:
-        self._pushed = pushed
+    def __init__(self, pushed: Pushed | None = None, traces: Traces | None = None) -> None:
+        self._pushed, self.traces = pushed, traces
         self._meters: dict[GroupId, Meter] = {}
 
     def opened(self, state: Group) -> None:
@@ -26,8 +27,12 @@ class Observer:
         meter = self._meters.get(step.state.id)
         if meter is not None:
             meter.heard(event, step)
+        if self.traces is not None:
+            self.traces.heard(event, step)
 
     def deleted(self, group: GroupId) -> None:
         meter = self._meters.pop(group, None)
         if meter is not None:
             meter.close()
+        if self.traces is not None:
+            self.traces.deleted(group)

@@ -168,7 +168,9 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
     async def _acquire(self, caller: _Caller, lock: GroupLock, context: Context) -> pb.Lease:
         request = next(self._requests)
         answer = caller.answers.expect(request)
-        message = pb.ClientMessage(acquire=pb.Acquire(request=request, groups=[lock.id]))
+        parent = str(dict(context.invocation_metadata() or ()).get("traceparent", ""))
+        acquire = pb.Acquire(request=request, groups=[lock.id], traceparent=parent)
+        message = pb.ClientMessage(acquire=acquire)
         try:
             await self._verbs.handle(caller.session, message)
             await self._forget_older(caller, lock)

@@ -17,6 +17,7 @@ from coslice.core.outcome import Rejected
 from coslice.orchestrator import convert, views
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.sessions import Asked, GivenUp, Session
+from coslice.orchestrator.traces import Traces
 from coslice.runtime.clock import Clock
 from coslice.security.redact import redact
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -25,9 +26,17 @@ NoteSink = Callable[[Session, pb.Note], None]
 
 
 class Verbs:
-    def __init__(self, *, groups: Groups, clock: Clock, note: NoteSink, max_requests: int = 256) -> None:
+    def __init__(
+        self,
+        *,
+        groups: Groups,
+        clock: Clock,
+        note: NoteSink,
+        max_requests: int = 256,
+        traces: Traces | None = None,
+    ) -> None:
         self._groups, self._clock, self._note = groups, clock, note
-        self._max_requests = max_requests
+        self._max_requests, self._traces = max_requests, traces
 
     async def handle(self, session: Session, message: pb.ClientMessage) -> None:
         """Apply one message. Malformed content is refused by its request id; nothing is raised for it."""
@@ -75,10 +84,18 @@ class Verbs:
             self._acquire_several(session, asked, message)
             return
         try:
-            await locks[0].post(convert.acquire_event(session.who, message, at=self._clock.now(), more=False))
+            event = convert.acquire_event(session.who, message, at=self._clock.now(), more=False)
+            self._traced(locks[0], event, message.traceparent)
+            await locks[0].post(event)
         except Rejected as error:
             session.asked.pop(request, None)
             session.send(convert.rejection(message.request, error))
+
+    def _traced(self, lock: GroupLock, event: ev.AcquireRequested, parent: str) -> str:
+        """The parent for whatever else belongs to the request."""
+        if self._traces is None:
+            return parent
+        return self._traces.asked(lock.id, event.job, event.request, parent)
 
     def _known(self, session: Session, request: str, names: Sequence[str]) -> tuple[GroupLock, ...]:
         """The groups named, in the global order; () once the request is refused."""
@@ -118,15 +135,19 @@ class Verbs:
         if asked.answer is not None:  # the answer was lost with the stream: say it again
             session.send(asked.answer)
         elif asked.task is None:
-            asked.task = asyncio.create_task(self._take_in_order(session, asked, event), name=asked.request)
+            take = self._take_in_order(session, asked, event, message.traceparent)
+            asked.task = asyncio.create_task(take, name=asked.request)
         elif asked.waits_for is not None:  # a grant was not given while the stream was away
             asked.waits_for.tell(event)
 
-    async def _take_in_order(self, session: Session, asked: Asked, event: ev.AcquireRequested) -> None:
+    async def _take_in_order(
+        self, session: Session, asked: Asked, event: ev.AcquireRequested, parent: str
+    ) -> None:
         done = False
         try:
             for lock in asked.locks:
                 asked.next, asked.waits_for = asyncio.get_running_loop().create_future(), lock
+                parent = self._traced(lock, event, parent)
                 await lock.post(replace(event, at=self._clock.now()))
                 asked.taken.append(await asked.next)
             asked.next = asked.waits_for = None

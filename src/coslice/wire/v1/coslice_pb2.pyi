@@ -222,6 +222,7 @@ class Acquire(google.protobuf.message.Message):
     WORLD_FIELD_NUMBER: builtins.int
     NEED_BYTES_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     request: builtins.str
     """idempotency key: a repeated request keeps its place"""
     world: builtins.int
@@ -230,6 +231,8 @@ class Acquire(google.protobuf.message.Message):
     """declared need of device memory per node; 0: unknown"""
     phase: builtins.str
     """generate, train, ... for people and profiles"""
+    traceparent: builtins.str
+    """W3C Trace Context of the caller; empty: none"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """one request; taken in the global order of groups"""
@@ -242,8 +245,9 @@ class Acquire(google.protobuf.message.Message):
         world: builtins.int = ...,
         need_bytes: builtins.int = ...,
         phase: builtins.str = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "need_bytes", b"need_bytes", "phase", b"phase", "request", b"request", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "need_bytes", b"need_bytes", "phase", b"phase", "request", b"request", "traceparent", b"traceparent", "world", b"world"]) -> None: ...
 
 Global___Acquire: typing_extensions.TypeAlias = Acquire
 
@@ -1464,12 +1468,15 @@ class MakeResident(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     NEED_BYTES_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     op: builtins.str
     group: builtins.str
     epoch: builtins.int
     job: builtins.str
     need_bytes: builtins.int
     """declared; 0: unknown"""
+    traceparent: builtins.str
+    """of the swap, for the agent's spans; empty: none"""
     def __init__(
         self,
         *,
@@ -1478,8 +1485,9 @@ class MakeResident(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         job: builtins.str = ...,
         need_bytes: builtins.int = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "group", b"group", "job", b"job", "need_bytes", b"need_bytes", "op", b"op"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "group", b"group", "job", b"job", "need_bytes", b"need_bytes", "op", b"op", "traceparent", b"traceparent"]) -> None: ...
 
 Global___MakeResident: typing_extensions.TypeAlias = MakeResident
 
