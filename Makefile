@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo and the tests need one framework build; any torch >= 2.6 works for your own jobs.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test test-faults test-chromium test-jax test-trl test-ray test-frameworks test-etcd check bench soak storms mutants protos docs clean
+.PHONY: demo test test-faults test-chromium test-jax test-trl test-trl-previous test-ray test-frameworks test-etcd check bench soak storms mutants protos docs clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,17 @@ test-jax: $(VENV)/.installed      ## the adapter for JAX arrays on JAX's CPU dev
 test-trl: $(VENV)/.installed      ## real TRL jobs that share an accelerator
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test,trl]'
 	$(BIN)/pytest -m trl tests/integrations
+
+# The previous major line needs an older transformers, and so an environment of its own.
+TRL_PREVIOUS ?= 'trl==0.24.0' 'transformers==4.57.6'
+build/trl-previous/.installed: pyproject.toml
+	$(PYTHON) -m venv build/trl-previous
+	build/trl-previous/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	build/trl-previous/bin/pip install --quiet --disable-pip-version-check -e '.[test]' $(TRL_PREVIOUS)
+	@touch $@
+
+test-trl-previous: build/trl-previous/.installed  ## the same tests on TRL's previous major line
+	build/trl-previous/bin/pytest -m trl tests/integrations
 
 test-ray: $(VENV)/.installed      ## real Ray: tasks, actors, two RL jobs on two groups
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test,ray]'
