@@ -16,8 +16,10 @@ def read(url: str) -> str:
 
 def test_coslice_up_shows_orchestrator_and_agent_on_one_port_and_ends_by_a_signal(tmp_path: Path) -> None:
     addresses = ("--listen", "127.0.0.1:0", "--agent-listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
-    command = [*COSLICE, "up", "--json", *addresses, "--device", "host", "--state", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    logs = ("--log-level", "info", "--log-format", "json")
+    command = [*COSLICE, "up", "--json", *addresses, *logs, "--device", "host", "--state", str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, env=ENVIRONMENT, **pipes)
     try:
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
@@ -26,7 +28,12 @@ def test_coslice_up_shows_orchestrator_and_agent_on_one_port_and_ends_by_a_signa
         assert "coslice_agent_attached 1.0" in text
         assert read(f"{ready['http']}/readyz") == "ready\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0
+        lines = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+        (joined,) = [line for line in lines if line.get("reason") == "node_attached"]
+        assert joined["group"] == "default"
+        assert joined["level"] == "info"
     finally:
         process.kill()
         process.wait()

@@ -32,6 +32,7 @@ from coslice.core.holdings import Context, Holdings, NodeRules, facts, find, fit
 from coslice.core.ids import Epoch, Incarnation, JobId, MemberId, OpId
 from coslice.core.outcome import Rejected, Step
 from coslice.errors import ConfigError
+from coslice.observe import decisions
 from coslice.observe.tracing import Tracing
 from coslice.runtime.clock import Clock
 from coslice.runtime.driver import Driver, Stopped
@@ -87,6 +88,7 @@ class ServedGroup:
         tracing: Tracing | None = None,
     ) -> None:
         self.id = devices.group
+        self._where = {"group": devices.group, "node": config.node}
         self._watch = Watch(devices.group, config.node, meter, tracing)
         self.devices = devices
         self._config, self._clock = config, clock
@@ -480,8 +482,7 @@ class ServedGroup:
             log.error("%s broke: %s", task.get_name(), error, exc_info=error)
 
     def _record(self, at: float, event: ev.NodeEvent, step: Step[Holdings, fx.NodeEffect]) -> None:
-        for reason in step.reasons:
-            log.debug("%s at %.3f: %s: %s", self.id, at, reason.code, reason.text)
+        decisions.tell(self._where, event, step)
 
 
 def declared(context: Context) -> int:

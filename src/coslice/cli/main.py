@@ -12,6 +12,7 @@ from coslice.cli import admin, doctor, move, security, simulate_commands
 from coslice.cli.plan import groups_given, plan
 from coslice.cli.profile import profile
 from coslice.errors import ConfigError, CosliceError
+from coslice.observe import decisions
 from coslice.security import redact
 from coslice.security.listening import Security, make_tls
 
@@ -134,6 +135,18 @@ Otlp = Annotated[
         "http://127.0.0.1:4317. Needs [b]pip install 'coslice\\[otel]'[/b].",
     ),
 ]
+LogLevel = Annotated[
+    str,
+    typer.Option(
+        "--log-level",
+        metavar="LEVEL",
+        help="What goes to standard error: [b]warning[/b] and above, [b]info[/b] (every turn with its "
+        "reason), or [b]debug[/b].",
+    ),
+]
+LogFormat = Annotated[
+    str, typer.Option("--log-format", metavar="text|json", help="Lines for people, or one JSON object each.")
+]
 DEFAULT_ORCHESTRATOR = "127.0.0.1:50051"
 DEFAULT_AGENT = "127.0.0.1:9001"
 
@@ -205,11 +218,14 @@ def up(
     insecure: Insecure = False,
     http: Http = None,
     otlp: Otlp = None,
+    log_level: LogLevel = "warning",
+    log_format: LogFormat = "text",
     json: Json = False,
 ) -> None:
     """Run orchestrator and agent of this machine in one process, until Ctrl-C."""
     from coslice.cli.up import UpOptions, run_up
 
+    decisions.set_up(log_level, log_format)
     run_up(
         UpOptions(
             groups=groups_given(group, groups),
@@ -248,11 +264,14 @@ def orchestrator(
     insecure: Insecure = False,
     http: Http = None,
     otlp: Otlp = None,
+    log_level: LogLevel = "warning",
+    log_format: LogFormat = "text",
     json: Json = False,
 ) -> None:
     """Run the orchestrator alone; agents of several nodes dial in."""
     from coslice.cli.up import run_orchestrator
 
+    decisions.set_up(log_level, log_format)
     run_orchestrator(
         listen=listen,
         state=state,
@@ -290,11 +309,14 @@ def agent(
     insecure: Insecure = False,
     http: Http = None,
     otlp: Otlp = None,
+    log_level: LogLevel = "warning",
+    log_format: LogFormat = "text",
     json: Json = False,
 ) -> None:
     """Run the Snapshot Agent of this node alone; it dials the orchestrator."""
     from coslice.cli.up import UpOptions, run_agent
 
+    decisions.set_up(log_level, log_format)
     options = UpOptions(
         groups=groups_given(group, groups, node=node),
         memory=memory,

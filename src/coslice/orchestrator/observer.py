@@ -1,6 +1,7 @@
 """Hears every step of every group, after it was saved and acted upon, and tells those who watch.
 
-Called by ``Groups``, beside the journal. Decides nothing, and costs a group nothing that nobody watches.
+Called by ``Groups``, beside the journal: log, metrics, traces. Decides nothing, and costs a group nothing
+that nobody watches.
 """
 
 from coslice.core import effects as fx
@@ -8,6 +9,7 @@ from coslice.core import events as ev
 from coslice.core.group_state import Group
 from coslice.core.ids import GroupId
 from coslice.core.outcome import Step
+from coslice.observe import decisions
 from coslice.orchestrator.metrics import Meter, Pushed
 from coslice.orchestrator.traces import Traces
 
@@ -24,6 +26,8 @@ class Observer:
             self._meters[state.id] = Meter(state.id, state, self._pushed)
 
     def heard(self, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
+        if step.reasons:
+            decisions.tell({"group": step.state.id, "epoch": step.state.epoch}, event, step)
         meter = self._meters.get(step.state.id)
         if meter is not None:
             meter.heard(event, step)

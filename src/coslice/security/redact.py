@@ -59,8 +59,14 @@ def logger(name: str) -> logging.Logger:
     return found
 
 
-def set_up(level: int = logging.WARNING) -> None:
-    """Logging of a process of ours: one line each on standard error."""
+def text_lines() -> logging.Formatter:
+    """For people: time, level, who, what."""
+    return Redacted("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+
+
+def set_up(level: int = logging.WARNING, formatter: logging.Formatter | None = None) -> None:
+    """Logging of a process of ours: one line each on standard error. ``formatter`` must redact; again: the
+    last call counts."""
     handler = logging.StreamHandler()
-    handler.setFormatter(Redacted("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=level, handlers=[handler])
+    handler.setFormatter(formatter or text_lines())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
