@@ -9,7 +9,7 @@ import pytest
 from store.etcd_server import EtcdServer
 
 from coslice.errors import ConfigError
-from coslice.store import Store, Tenure, etcd, make_election
+from coslice.store import Seat, Store, Tenure, etcd, make_election
 from coslice.store.base import Conflict, StoreError
 from coslice.store.election import Deposed
 from coslice.store.etcd import EtcdStore
@@ -43,7 +43,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 @pytest.fixture
 def elect(stack: AsyncExitStack) -> Elect:
     def make(location: str, name: str, ttl: float = 5) -> EtcdElection:
-        election = make_election(location, address=f"{name}:1", ttl=ttl)
+        election = make_election(location, seat=Seat(f"{name}:1"), ttl=ttl)
         assert isinstance(election, EtcdElection)
         stack.push_async_callback(election.close)
         return election
@@ -153,7 +153,7 @@ async def test_one_leads_and_the_others_know_whom_to_dial(etcd_location: str, el
     await lead(a)
     waiting = asyncio.ensure_future(b.campaign())
     async with asyncio.timeout(BOUND):
-        while b.leader != "a:1":  # noqa: ASYNC110  # it tells nobody whom it heard of
+        while b.leader != Seat("a:1"):  # noqa: ASYNC110  # it tells nobody whom it heard of
             await asyncio.sleep(0.01)
         while await a.standbys() != ["a:1", "b:1"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -161,7 +161,7 @@ async def test_one_leads_and_the_others_know_whom_to_dial(etcd_location: str, el
     await a.close()  # resigns: nobody waits for its lease to run out
     async with asyncio.timeout(BOUND):
         await waiting
-    assert b.leader == "b:1"
+    assert b.leader == Seat("b:1")
 
 
 async def test_of_one_who_was_deposed_every_write_is_refused(
@@ -223,7 +223,7 @@ async def test_a_watch_of_a_compacted_revision_ends_and_is_begun_anew(
 ) -> None:
     put = shared_etcd.call("kv/put", {"key": "eA==", "value": ""})
     shared_etcd.call("kv/compaction", {"revision": put["header"]["revision"]})  # type: ignore[index]
-    election = EtcdElection(parse_etcd(etcd_location), address="a:1", ttl=5)
+    election = EtcdElection(parse_etcd(etcd_location), seat=Seat("a:1"), ttl=5)
     async with asyncio.timeout(BOUND):
         await election._vacant(1)
     await election.close()
@@ -243,4 +243,4 @@ async def test_another_member_is_asked_when_one_does_not_answer(etcd: EtcdServer
 )
 def test_a_location_that_cannot_be_is_refused(location: str) -> None:
     with pytest.raises(ConfigError):
-        make_election(location, address="a:1")
+        make_election(location, seat=Seat("a:1"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coslice.store import Store, make_election
+from coslice.store import Seat, Store, make_election
 from coslice.store.etcd import EtcdStore
 from coslice.store.etcd_api import EtcdApi, parse_etcd
 from coslice.testing.store_contract import StoreContract
@@ -25,7 +25,7 @@ class _Elected:
     """The store of one who is elected when it is loaded."""
 
     def __init__(self, location: str) -> None:
-        self._election = make_election(location, address="127.0.0.1:1", ttl=5)
+        self._election = make_election(location, seat=Seat("127.0.0.1:1"), ttl=5)
         self._store: Store | None = None
 
     async def load(self) -> dict[str, tuple[bytes, int]]:

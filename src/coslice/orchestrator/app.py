@@ -1,15 +1,22 @@
 """The orchestrator as one thing to start and stop: store, journal, drivers, gRPC server.
 
-Signals, processes and output belong to the command line. A driver or task that breaks ends ``wait``.
+It serves in terms. With a store of its own there is one, from start to stop. With a shared store a term
+begins when this process is elected and ends when it leads no longer; in between it stands by at the same
+address.
+
+Signals, processes and output belong to the command line. A driver or task that breaks ends ``wait``; with a
+shared store it ends the term, and another leads.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -28,6 +35,7 @@ from coslice.orchestrator import metrics
 from coslice.orchestrator.admin import Admin
 from coslice.orchestrator.agents import Agents
 from coslice.orchestrator.config import OrchestratorConfig, agents_address, check
+from coslice.orchestrator.desk import Desk
 from coslice.orchestrator.groups import Groups
 from coslice.orchestrator.job_meter import OF_JOBS
 from coslice.orchestrator.metrics import Pushed
@@ -42,13 +50,14 @@ from coslice.orchestrator.verbs import Verbs
 from coslice.orchestrator.watch import Watchers
 from coslice.runtime.clock import Clock, LoopClock
 from coslice.runtime.journal import Journal
-from coslice.runtime.supervisor import Supervisor
+from coslice.runtime.supervisor import Crashed, Supervisor
 from coslice.security import access
 from coslice.security.access import Guard
 from coslice.security.addresses import split_address
 from coslice.security.listening import server_credentials
 from coslice.security.tokens import read_keys
-from coslice.store import Store, make_store
+from coslice.store import Election, Seat, Store, Tenure, make_election, shared
+from coslice.store.base import StoreError
 from coslice.wire.malformed import RefuseMalformed
 from coslice.wire.upstream.timeslice_orchestrator_pb2_grpc import (
     add_TimeSliceOrchestratorServiceServicer_to_server,
@@ -66,6 +75,7 @@ RULES = {
     f"/{SERVICE}/Explain": access.ANY,
 }
 MAX_TEXT = 4096
+_STOPPING = End(grpc.StatusCode.UNAVAILABLE, "the orchestrator is stopping; connect again")
 
 
 class OrchestratorApp:
@@ -92,6 +102,12 @@ class OrchestratorApp:
         """Where agents attach: with TLS another port, where every caller shows a certificate."""
         self._service: OrchestratorService | None = None
         self._supervisor = Supervisor("orchestrator")
+        """Of the present term."""
+        self._standing = Supervisor("election")
+        self._election: Election | None = None
+        self._desk = Desk((SERVICE, UPSTREAM), self._leader)
+        self._health: HealthServicer | None = None
+        self._term = AsyncExitStack()
         self._open = AsyncExitStack()
         self._ready = asyncio.Event()
 
@@ -103,14 +119,84 @@ class OrchestratorApp:
         return self._address
 
     async def start(self) -> None:
-        """Open the store, take up every group where it was left, serve.
+        """With a store of its own: take up every group where it was left, serve. With a shared one: stand by,
+        and do so once elected.
 
         Raises ``ConfigError`` for whatever the caller can mend; nothing is left open then.
         """
         check(self.config)
-        self.instance = uuid.uuid4().hex[:12]
+        alone = not shared(self.config.store)
         async with AsyncExitStack() as stack:
-            store = make_store(self.config.store)
+            if alone:  # before anything listens: who else has the store matters more than who has the port
+                election = make_election(self.config.store, seat=Seat(self.config.listen))
+                stack.push_async_callback(self._end_term)
+                await self._begin_term(*await election.campaign())
+            server, address, agents = _bind(self.config)
+            server.add_generic_rpc_handlers((self._desk,))
+            self._health = await _serve(server)
+            stack.push_async_callback(self._end_streams, server, self._health)
+            if alone:
+                await self._tell_health(leading=True)
+            else:
+                seat = Seat(*self._advertised(address, agents))
+                election = make_election(self.config.store, seat=seat, ttl=self.config.leader_ttl)
+                stack.push_async_callback(election.close)
+                self._election = election
+                stack.push_async_callback(self._end_term, _STOPPING)
+                stack.push_async_callback(self._standing.stop)
+                self._standing.start("leader", self._stand(election))
+            self._open = stack.pop_all()
+        self._address, self.agents_address = address, agents
+        self._ready.set()
+        log.info("orchestrator listens on %s", address)
+
+    def _leader(self) -> Seat | None:
+        return self._election.leader if self._election is not None else None
+
+    def _advertised(self, address: str, agents: str) -> tuple[str, str]:
+        """What others are told to dial: for clients, and for agents."""
+        told = self.config.advertise or address
+        return told, agents if not self.config.advertise else _beside(told, address, agents)
+
+    # ── terms ──────────────────────────────────────────────────────────────
+
+    async def _stand(self, election: Election) -> None:
+        """Stand by, lead, stand by …"""
+        while True:
+            tenure, store = await election.campaign()
+            try:
+                await self._begin_term(tenure, store)
+                await self._tell_health(leading=True)
+                log.warning("this orchestrator leads now (term %d, instance %s)", tenure.term, self.instance)
+                reason = await self._led(tenure)
+            except StoreError as error:
+                reason = str(error)
+            log.warning("this orchestrator leads no longer: %s", reason)
+            tenure.end(reason)
+            await self._tell_health(leading=False)
+            await self._end_term(End(grpc.StatusCode.UNAVAILABLE, f"it leads no longer: {reason}"))
+
+    async def _led(self, tenure: Tenure) -> str:
+        """Returns when the tenure ends, or something in it breaks, with the reason."""
+        ended = asyncio.ensure_future(tenure.ended())
+        broken = asyncio.ensure_future(self._supervisor.wait())
+        try:
+            await asyncio.wait((ended, broken), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                return ended.result()
+            with contextlib.suppress(Crashed):
+                broken.result()
+            return tenure.over or str(broken.exception())
+        finally:
+            for task in (ended, broken):
+                task.cancel()
+            await asyncio.gather(ended, broken, return_exceptions=True)
+
+    async def _begin_term(self, tenure: Tenure, store: Store) -> None:
+        """Load what was saved, take up every group, and only then serve."""
+        self.instance = uuid.uuid4().hex[:12]
+        self._supervisor = Supervisor("orchestrator")
+        async with AsyncExitStack() as stack:
             stack.push_async_callback(store.close)
             saved = await store.load()
             clock = LoopClock()
@@ -122,18 +208,31 @@ class OrchestratorApp:
             )
             journal.open(clock.now())
             stack.callback(journal.close)
-            server, address, agents = _bind(self.config)
             stack.push_async_callback(self._supervisor.stop)
             self._service, upstream = self._assemble(store, saved, journal, clock)
             await upstream.start()
-            pb_grpc.add_OrchestratorServicer_to_server(self._service, server)
-            add_TimeSliceOrchestratorServiceServicer_to_server(upstream, server)
-            health = await _serve(server)
-            stack.push_async_callback(self._end_streams, server, health)
-            self._open = stack.pop_all()
-        self._address, self.agents_address = address, agents
-        self._ready.set()
-        log.info("orchestrator %s listens on %s", self.instance, address)
+            tenure.check()
+            desk: Any = self._desk  # as far as services use it, a server
+            pb_grpc.add_OrchestratorServicer_to_server(self._service, desk)
+            add_TimeSliceOrchestratorServiceServicer_to_server(upstream, desk)
+            self._term = stack.pop_all()
+
+    async def _end_term(self, end: End | None = None) -> None:
+        """Idempotent. ``end``: what the open streams are told; None: they ended already."""
+        self._desk.close()
+        if self._service is not None and end is not None:
+            self._service.stop(end)
+        self._service = None
+        await self._term.aclose()
+
+    async def _tell_health(self, *, leading: bool) -> None:
+        """The empty name stands for the process: one that stands by is healthy."""
+        word = (
+            health_pb2.HealthCheckResponse.SERVING if leading else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        if self._health is not None:
+            for name in (SERVICE, UPSTREAM):
+                await self._health.set(name, word)
 
     def _assemble(
         self, store: Store, saved: Mapping[str, tuple[bytes, int]], journal: Journal, clock: Clock
@@ -247,9 +346,7 @@ class OrchestratorApp:
     async def _end_streams(self, server: grpc.aio.Server, health: HealthServicer) -> None:
         await health.enter_graceful_shutdown()
         if self._service is not None:
-            self._service.stop(
-                End(grpc.StatusCode.UNAVAILABLE, "the orchestrator is stopping; connect again")
-            )
+            self._service.stop(_STOPPING)
         await server.stop(self.config.stop_grace)
 
 
@@ -319,6 +416,14 @@ async def _serve(server: grpc.aio.Server) -> HealthServicer:
     names = (SERVICE, UPSTREAM, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     await server.start()
-    for name in ("", SERVICE, UPSTREAM):
-        await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+    await health.set("", health_pb2.HealthCheckResponse.SERVING)
+    for name in (SERVICE, UPSTREAM):
+        await health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
     return health
+
+
+def _beside(told: str, address: str, agents: str) -> str:
+    """The agents' address, on the host that clients are told and as far from their port as it is here."""
+    host, _, port = told.rpartition(":")
+    apart = split_address(agents)[1] - split_address(address)[1]
+    return f"{host}:{int(port) + apart}"

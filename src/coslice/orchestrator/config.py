@@ -42,7 +42,15 @@ class OrchestratorConfig(Struct, frozen=True, kw_only=True):
     insecure: bool = False
     """Allow a listen address that other machines can reach, without TLS and tokens."""
     store: str = ":memory:"
-    """Path of the SQLite file, or ``:memory:`` (a restart then forgets every lock)."""
+    """Path of the SQLite file, or ``:memory:`` (a restart then forgets every lock); ``etcd://…``: shared by
+    several orchestrators, one of which leads."""
+    advertise: str = ""
+    """With a shared store: the address that others are told while this one leads. Empty: where it listens."""
+    leader_ttl: float = 5.0
+    """So long after its last word a leader is given up."""
+    takeover_grace: float = 25.0
+    """After another took over: ``session_grace`` of those who were connected before. By its keepalives a
+    client notices a machine that is dead or cut off only after up to 15 s."""
     journal: str | None = None
     journal_max_bytes: int = 64 << 20
     """Then the journal goes on in a new file; ``journal_keep`` older ones are kept beside it."""
@@ -122,12 +130,16 @@ def check(config: OrchestratorConfig) -> None:
         "op_timeout",
         "hello_timeout",
         "keepalive",
+        "leader_ttl",
+        "takeover_grace",
     ):
         if not getattr(config, name) > 0:
             raise ConfigError(f"{name} is {getattr(config, name)}: give a number of seconds above 0")
     for name in ("max_sessions", "max_waiters", "max_groups", "max_requests", "notes_at_once"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} is {getattr(config, name)}: a limit is at least 1")
+    if config.advertise:
+        split_address(config.advertise)
     _check_listen(config)
 
 

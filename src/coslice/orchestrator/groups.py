@@ -26,7 +26,7 @@ from coslice.runtime.clock import Clock
 from coslice.runtime.driver import Driver
 from coslice.runtime.journal import Journal
 from coslice.runtime.supervisor import Supervisor
-from coslice.store import Store
+from coslice.store import Store, shared
 from coslice.store.codec import Codec
 from coslice.store.slot import Slot
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -49,6 +49,11 @@ class Decision(Struct, frozen=True):
 def _told_again(event: ev.GroupEvent) -> bool:
     """Agents repeat facts when they attach, and an operation's report when it is commanded again."""
     return isinstance(event, ev.OpSucceeded | ev.NodeReported)
+
+
+def _with_grace(state: Group, until: float) -> Group:
+    """No session ends before: what was its stream may have broken long before it can notice."""
+    return replace(state, lost=tuple(replace(s, deadline=max(s.deadline, until)) for s in state.lost))
 
 
 class GroupLock:
@@ -170,6 +175,8 @@ class Groups:
             state = replace(state, epoch=saved.epoch if saved is not None else state.epoch)
         else:
             state = core.restarted(replace(saved, rules=rules(self._config)), now)
+            if shared(self._config.store):
+                state = _with_grace(state, now + self._config.takeover_grace)
         self._observer.opened(state)
         driver: Driver[Group, ev.GroupEvent, fx.GroupEffect] = Driver(
             name=config.id,

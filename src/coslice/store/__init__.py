@@ -5,7 +5,7 @@ from pathlib import Path
 
 from coslice.errors import ConfigError
 from coslice.store.base import Store
-from coslice.store.election import Alone, Election, Tenure
+from coslice.store.election import Alone, Election, Seat, Tenure
 from coslice.store.memory import MemoryStore
 from coslice.store.sqlite import SqliteStore
 
@@ -17,11 +17,11 @@ def make_store(location: str | Path, *, flush: bool = True) -> Store:
     return MemoryStore() if str(location) == ":memory:" else SqliteStore(location, flush=flush)
 
 
-def make_election(location: str, *, address: str, ttl: float = DEFAULT_TTL) -> Election:
+def make_election(location: str, *, seat: Seat, ttl: float = DEFAULT_TTL) -> Election:
     """Of those who would write the state at ``location``: ``etcd://…``, ``sqlite:PATH`` or as for
     ``make_store``. Opens nothing yet.
 
-    ``address``: what others are told to dial while this process leads. Raises ``ConfigError``.
+    ``seat``: where others are told to dial while this process leads. Raises ``ConfigError``.
     """
     scheme, colon, rest = location.partition(":")
     if not shared(location):
@@ -31,7 +31,7 @@ def make_election(location: str, *, address: str, ttl: float = DEFAULT_TTL) -> E
         from coslice.store.etcd_election import EtcdElection
     except ImportError as error:
         raise ConfigError(f"{scheme} is spoken over HTTP: pip install 'coslice[ha]' ({error})") from error
-    return EtcdElection(parse_etcd(location), address=address, ttl=ttl)
+    return EtcdElection(parse_etcd(location), seat=seat, ttl=ttl)
 
 
 def shared(location: str) -> bool:
@@ -44,6 +44,7 @@ __all__ = [
     "Alone",
     "Election",
     "MemoryStore",
+    "Seat",
     "SqliteStore",
     "Store",
     "Tenure",

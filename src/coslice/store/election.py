@@ -7,7 +7,16 @@ believes: that is decided where the state is, not by a clock. A store of one pro
 import asyncio
 from typing import Protocol
 
+import msgspec
+
 from coslice.store.base import Store, StoreError
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """What a candidate says of itself: where clients dial it, and agents if elsewhere."""
+
+    address: str
+    agents: str = ""
 
 
 class Deposed(StoreError):
@@ -39,8 +48,8 @@ class Tenure:
 
 
 class Election(Protocol):
-    leader: str
-    """Address that the leader gave of itself; empty while there is none, or none is known."""
+    leader: Seat | None
+    """Who leads; None while nobody does, or it is not known who."""
 
     @property
     def shared(self) -> bool:
@@ -67,7 +76,7 @@ class Alone:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.leader = ""
+        self.leader: Seat | None = None
 
     async def campaign(self) -> tuple[Tenure, Store]:
         return Tenure(), self._store

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from coslice.store.base import Store, StoreError
-from coslice.store.election import Tenure
+from coslice.store.election import Seat, Tenure
 from coslice.store.etcd import EtcdStore
 from coslice.store.etcd_api import EtcdApi, EtcdLocation, Json, NoAnswer, after_prefix, decoded, encoded
 
@@ -26,12 +26,6 @@ T = TypeVar("T")
 
 _AGAIN_S = 0.5
 """Between attempts while no member answers: etcd does not tell when it is back."""
-
-
-class Seat(msgspec.Struct, frozen=True):
-    """The value of a candidate's key, and of the leader's."""
-
-    address: str
 
 
 class _Lease:
@@ -51,20 +45,20 @@ class _Lease:
 
 
 class EtcdElection:
-    """``address``: what this process tells others to dial. ``ttl``: seconds; etcd grants no less than its
-    election time-out allows (about 2)."""
+    """``seat``: the value of this candidate's key, and of the leader's. ``ttl``: seconds; etcd grants no less
+    than its election time-out allows (about 2)."""
 
     shared = True
 
-    def __init__(self, location: EtcdLocation, *, address: str, ttl: float) -> None:
+    def __init__(self, location: EtcdLocation, *, seat: Seat, ttl: float) -> None:
         self._api = EtcdApi(location)
-        self._seat = msgspec.json.encode(Seat(address))
+        self.seat, self._value = seat, msgspec.json.encode(seat)
         self._ttl = max(1, round(ttl))
         self._key = location.prefix + "leader"
         self._candidates = location.prefix + "candidate/"
         self._lease: _Lease | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self.leader = ""
+        self.leader: Seat | None = None
 
     async def campaign(self) -> tuple[Tenure, Store]:
         while True:
@@ -83,7 +77,8 @@ class EtcdElection:
         """Addresses of all candidates, the leader's among them."""
         start = {"key": encoded(self._candidates), "range_end": after_prefix(self._candidates)}
         answer = await self._api.call("kv/range", start, timeout=2.0)
-        return sorted({_address(kv) for kv in answer.get("kvs", ())})
+        seats = [_seat(kv) for kv in answer.get("kvs", ())]
+        return sorted({seat.address for seat in seats if seat is not None})
 
     async def close(self) -> None:
         await self._drop("this orchestrator stops")
@@ -111,7 +106,7 @@ class EtcdElection:
         began = asyncio.get_running_loop().time()
         answer = await self._api.call("lease/grant", {"TTL": str(self._ttl)}, timeout=2.0)
         lease = _Lease(str(answer["ID"]), float(answer["TTL"]), began)
-        mine = {"key": encoded(self._candidates + lease.id), "value": encoded(self._seat), "lease": lease.id}
+        mine = {"key": encoded(self._candidates + lease.id), "value": encoded(self._value), "lease": lease.id}
         await self._api.call("kv/put", mine, timeout=2.0)
         return lease
 
@@ -176,23 +171,24 @@ class EtcdElection:
                 continue
             revision = int(answer["header"]["revision"])
             if answer.get("succeeded"):
-                self.leader = msgspec.json.decode(self._seat, type=Seat).address
+                self.leader = self.seat
                 return revision
             (found,) = answer["responses"]
             kvs = found["response_range"].get("kvs", [])
             if not kvs:
                 continue
             if str(kvs[0].get("lease", 0)) == lease.id:  # an answer was lost
+                self.leader = self.seat
                 return int(kvs[0]["create_revision"])
-            self.leader = _address(kvs[0])
+            self.leader = _seat(kvs[0])
             await self._vacant(revision + 1)
-            self.leader = ""
+            self.leader = None
 
     def _claim(self, lease: _Lease) -> Json:
         key = encoded(self._key)
         return {
             "compare": [{"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}],
-            "success": [{"request_put": {"key": key, "value": encoded(self._seat), "lease": lease.id}}],
+            "success": [{"request_put": {"key": key, "value": encoded(self._value), "lease": lease.id}}],
             "failure": [{"request_range": {"key": key}}],
         }
 
@@ -218,8 +214,8 @@ def _silence(lease: _Lease) -> str:
     return f"etcd confirmed nothing for {lease.ttl:g} s"
 
 
-def _address(kv: Json) -> str:
+def _seat(kv: Json) -> Seat | None:
     try:
-        return msgspec.json.decode(decoded(kv.get("value", "")), type=Seat).address
+        return msgspec.json.decode(decoded(kv.get("value", "")), type=Seat)
     except msgspec.MsgspecError:
-        return ""
+        return None
