@@ -13,8 +13,9 @@ from coslice.store import Seat, Store, Tenure, etcd, make_election
 from coslice.store.base import Conflict, StoreError
 from coslice.store.election import Deposed
 from coslice.store.etcd import EtcdStore
-from coslice.store.etcd_api import EtcdApi, NoAnswer, parse_etcd
+from coslice.store.etcd_api import EtcdApi, NoAnswer
 from coslice.store.etcd_election import EtcdElection
+from coslice.store.etcd_location import parse_etcd
 
 pytestmark = pytest.mark.etcd
 BOUND = 60.0

@@ -4,7 +4,8 @@ import pytest
 
 from coslice.store import Seat, Store, make_election
 from coslice.store.etcd import EtcdStore
-from coslice.store.etcd_api import EtcdApi, parse_etcd
+from coslice.store.etcd_api import EtcdApi
+from coslice.store.etcd_location import parse_etcd
 from coslice.testing.store_contract import StoreContract
 
 pytestmark = pytest.mark.etcd

@@ -14,6 +14,7 @@ from coslice.security import listening
 from coslice.security.addresses import split_address
 from coslice.security.credentials import PLAIN, Credentials
 from coslice.security.listening import Tls
+from coslice.wire.leader import addresses_of
 
 DEFAULT_LISTEN = "127.0.0.1:9001"
 UNIX_PATH_MAX = 107
@@ -95,7 +96,7 @@ def validate(config: AgentConfig) -> None:
     security = listening.Security(config.tls, config.token_secret, config.allow_remote)
     listening.check("agent", config.listen, host, security)
     if config.orchestrator is not None:
-        split_address(config.orchestrator)
+        addresses_of(config.orchestrator)
     if config.host_budget <= 0:
         raise ConfigError(
             f"host_budget is {config.host_budget} bytes: saved state needs host memory, give more"

@@ -1,27 +1,32 @@
 """The agent's stream to the orchestrator: dials it, says what this node holds, hands commands on.
 
 Dialling is gRPC's own (its connectivity wakes us, with its backoff); a stream that the orchestrator ends
-while the connection stands is opened again after a backoff of ours. While there is no stream reports are
-dropped: the hello of the next one carries everything we hold, and an orchestrator repeats commands it has
-no answer to.
+while the connection stands is opened again after a backoff of ours. Where several addresses are given, or an
+orchestrator that stands by names the leader's, another one is dialled instead. While there is no stream
+reports are dropped: the hello of the next one carries everything we hold, and an orchestrator repeats
+commands it has no answer to.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from coslice.errors import ConfigError
 from coslice.security.credentials import PLAIN, Credentials
+from coslice.wire.leader import LEADER_FOR_AGENTS, Dial
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
 BACKOFF_MIN, BACKOFF_MAX = 0.05, 1.0
+ATTEMPT_S = 2.0
+"""For one of several addresses to answer; then the next one is dialled."""
 QUIET_S = 10.0
 """After so long without a connection people are told."""
 OPTIONS: tuple[tuple[str, int], ...] = (
@@ -48,7 +53,8 @@ class Link:
         hello: Callable[[], pb.AgentHello],
         command: Callable[[pb.AgentCommand], None],
     ) -> None:
-        self.address, self._credentials = address, credentials
+        self._dial = Dial(address, encrypted=credentials.encrypted, key=LEADER_FOR_AGENTS)
+        self._credentials = credentials
         self._hello, self._command = hello, command
         self._outbox: asyncio.Queue[pb.AgentMessage] | None = None
         self.attached = asyncio.Event()
@@ -57,6 +63,12 @@ class Link:
         self.unknown_groups: tuple[str, ...] = ()
         self._echoes: dict[int, asyncio.Future[None]] = {}
         self._echo = 0
+        self._backoff = BACKOFF_MIN
+
+    @property
+    def address(self) -> str:
+        """Which orchestrator is dialled now."""
+        return self._dial.address
 
     async def heard(self) -> None:
         """Returns once the orchestrator has taken in what was sent so far, or has lost the stream: then it
@@ -81,17 +93,30 @@ class Link:
             self._outbox.put_nowait(message)
 
     async def run(self) -> None:
-        backoff = BACKOFF_MIN
-        async with self._credentials.aio_channel(self.address, OPTIONS) as channel:
-            while True:
-                await self._reach(channel)
-                welcomed = await self._attach(rpc.OrchestratorStub(channel))
-                backoff = BACKOFF_MIN if welcomed else min(2 * backoff, BACKOFF_MAX)
-                # Many agents lose one orchestrator at once: they shall not return at once.
-                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+        while True:
+            address = self._dial.address
+            async with self._credentials.aio_channel(address, OPTIONS) as channel:
+                while self._dial.address == address:
+                    await self._try(channel)
 
-    async def _reach(self, channel: grpc.aio.Channel) -> None:
-        """Returns once connected. gRPC says nothing of what goes wrong meanwhile, so we say that much."""
+    async def _try(self, channel: grpc.aio.Channel) -> None:
+        """One connection and one stream, and the pause after it."""
+        welcomed, trailers = False, None
+        if await self._reach(channel):
+            welcomed, trailers = await self._attach(rpc.OrchestratorStub(channel))
+        if welcomed:
+            self._dial.reached()
+        if not self._dial.failed(trailers) and not welcomed:
+            return
+        self._backoff = BACKOFF_MIN if welcomed else min(2 * self._backoff, BACKOFF_MAX)
+        # Many agents lose one orchestrator at once: they shall not return at once.
+        await asyncio.sleep(self._backoff * random.uniform(0.5, 1.0))
+
+    async def _reach(self, channel: grpc.aio.Channel) -> bool:
+        """Returns once connected; False if there are other addresses to try. gRPC says nothing of what goes
+        wrong meanwhile, so we say that much."""
+        if self._dial.several:
+            return await _answers(channel)
         try:
             await asyncio.wait_for(
                 asyncio.shield(ready := asyncio.ensure_future(channel.channel_ready())), QUIET_S
@@ -108,9 +133,11 @@ class Link:
         except BaseException:
             ready.cancel()
             raise
+        return True
 
-    async def _attach(self, stub: "rpc.OrchestratorAsyncStub") -> bool:
-        """One stream from hello to its end; True if the orchestrator took us."""
+    async def _attach(self, stub: "rpc.OrchestratorAsyncStub") -> tuple[bool, Iterable[Any] | None]:
+        """One stream from hello to its end; True if the orchestrator took us. With what it said of the
+        leader."""
         outbox: asyncio.Queue[pb.AgentMessage] = asyncio.Queue()
         self._outbox = outbox
         outbox.put_nowait(
@@ -121,9 +148,10 @@ class Link:
         except ConfigError as error:
             log.warning("cannot show a token to the orchestrator: %s", error)
             self._outbox = None
-            return False
+            return False, None
         call = stub.Attach(_Messages(outbox), metadata=metadata)
         welcomed = False
+        trailers: Iterable[Any] | None = None
         try:
             async for command in call:
                 if command.HasField("welcome"):
@@ -137,13 +165,14 @@ class Link:
         except grpc.aio.AioRpcError as error:
             level = logging.INFO if error.code() is grpc.StatusCode.UNAVAILABLE else logging.WARNING
             log.log(level, "lost the orchestrator at %s: %s", self.address, error.details())
+            trailers = error.trailing_metadata()
         finally:
             self._outbox = None
             self.attached.clear()
             for number in tuple(self._echoes):
                 self._echoed(number)
             call.cancel()
-        return welcomed
+        return welcomed, trailers
 
     def _welcome(self, welcome: pb.AgentWelcome) -> None:
         self.orchestrator = welcome.orchestrator
@@ -151,6 +180,19 @@ class Link:
         if self.unknown_groups:
             log.warning("the orchestrator has no such groups: %s", ", ".join(self.unknown_groups))
         self.attached.set()
+
+
+async def _answers(channel: grpc.aio.Channel) -> bool:
+    """Connected, within one attempt?"""
+    try:
+        async with asyncio.timeout(ATTEMPT_S):
+            while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                    return False
+                await channel.wait_for_state_change(state)
+    except TimeoutError:
+        return False
+    return True
 
 
 class _Messages:

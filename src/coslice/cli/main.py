@@ -40,7 +40,11 @@ app.command()(plan)
 Orchestrator = Annotated[
     str,
     typer.Option(
-        "--orchestrator", "-o", envvar="COSLICE_ORCHESTRATOR", metavar="HOST:PORT", help="Where it listens."
+        "--orchestrator",
+        "-o",
+        envvar="COSLICE_ORCHESTRATOR",
+        metavar="HOST:PORT",
+        help="Where it listens; with several, commas between.",
     ),
 ]
 GroupsFile = Annotated[
@@ -255,6 +259,26 @@ def up(
 def orchestrator(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT")] = DEFAULT_ORCHESTRATOR,
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="Store and journal.")] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Where the state of the groups is: [b]sqlite:PATH[/b] (default, in --state), or shared by "
+            "several orchestrators of which one leads: [b]etcd://HOST:PORT[,HOST:PORT]/PREFIX[/b] "
+            "(docs/high-availability.md).",
+        ),
+    ] = None,
+    advertise: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="With a shared store: where others reach this one while it leads. Default: --listen.",
+        ),
+    ] = "",
+    leader_ttl: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="With a shared store: so long a silent leader stays one."),
+    ] = 5.0,
     policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fair_share",
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -268,13 +292,16 @@ def orchestrator(
     log_format: LogFormat = "text",
     json: Json = False,
 ) -> None:
-    """Run the orchestrator alone; agents of several nodes dial in."""
+    """Run the orchestrator alone; agents of several nodes dial in. Several of them may share a store."""
     from coslice.cli.up import run_orchestrator
 
     decisions.set_up(log_level, log_format)
     run_orchestrator(
         listen=listen,
         state=state,
+        store=store,
+        advertise=advertise,
+        leader_ttl=leader_ttl,
         policy=policy,
         security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
         listen_agents=listen_agents,

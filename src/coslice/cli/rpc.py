@@ -6,13 +6,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coslice.errors import ConfigError, Denied, OrchestratorUnreachable, UnknownGroup
 from coslice.security.credentials import credentials_from
+from coslice.wire.leader import Dial, addresses_of
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
 TIMEOUT = 5.0
+SERVICE = "coslice.v1.Orchestrator"
 
 
 class _Shows(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
@@ -31,13 +34,12 @@ class _Shows(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor
 @contextmanager
 def connection(address: str, flag: str) -> Iterator[grpc.Channel]:
     """A channel with the credentials of the environment. ``flag``: the option that the address came with."""
-    host, _, port = address.rpartition(":")
-    if not address.startswith("unix:") and not (
-        host and port.isascii() and port.isdigit() and int(port) < 65536
-    ):
+    try:
+        addresses_of(address)
+    except ConfigError:
         raise ConfigError(
             f"{flag} {address[:80]!r} is no address: write host:port, for example 127.0.0.1:50051"
-        )
+        ) from None
     credentials = credentials_from(os.environ)
     metadata = credentials.metadata(address)
     with credentials.channel(address) as channel:
@@ -47,11 +49,33 @@ def connection(address: str, flag: str) -> Iterator[grpc.Channel]:
 @contextmanager
 def orchestrator(address: str) -> Iterator[pb_grpc.OrchestratorStub]:
     """A stub for one call or stream; an unreachable or refusing server becomes one of our errors."""
-    with connection(address, "--orchestrator") as channel:
+    with connection(_leader(address), "--orchestrator") as channel:
         try:
             yield pb_grpc.OrchestratorStub(channel)
         except grpc.RpcError as error:
             raise _explained(error, address) from None
+
+
+def _leader(addresses: str) -> str:
+    """The one of them that leads, or that a standby names; the first if none is found: the call will say
+    why."""
+    try:
+        dial = Dial(addresses, encrypted=credentials_from(os.environ).encrypted)
+    except ConfigError:
+        return addresses  # refused below, with the name of the option
+    first = dial.address
+    while True:
+        with connection(dial.address, "--orchestrator") as channel:
+            try:
+                ask = health_pb2.HealthCheckRequest(service=SERVICE)
+                answer = health_pb2_grpc.HealthStub(channel).Check(ask, timeout=TIMEOUT)
+                if answer.status is answer.SERVING:
+                    return dial.address
+                pb_grpc.OrchestratorStub(channel).Explain(pb.ExplainRequest(), timeout=TIMEOUT)
+                return dial.address
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or dial.failed(error.trailing_metadata()):
+                    return first if error.code() is grpc.StatusCode.UNAVAILABLE else dial.address
 
 
 def _explained(error: grpc.RpcError, address: str) -> Exception:

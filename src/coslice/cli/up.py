@@ -37,6 +37,7 @@ from coslice.security.files import private_directory
 from coslice.security.listening import LOCAL_ONLY, Security
 from coslice.security.tokens import AGENT, mint, read_keys
 from coslice.sizes import format_size, parse_size
+from coslice.store import DEFAULT_TTL, shared
 
 _OWN_TOKEN_S = 10 * 365 * 86400.0
 """The orchestrator of the same process ends with its agent: its token need not expire before."""
@@ -112,6 +113,9 @@ def run_orchestrator(
     listen: str,
     state: Path | None,
     policy: str,
+    store: str | None = None,
+    advertise: str = "",
+    leader_ttl: float = DEFAULT_TTL,
     security: Security = LOCAL_ONLY,
     listen_agents: str | None = None,
     http: str | None = None,
@@ -126,7 +130,9 @@ def run_orchestrator(
                 listen=listen,
                 **_secured(security),
                 listen_agents=listen_agents,
-                store=str(folder / "orchestrator.db"),
+                store=store or str(folder / "orchestrator.db"),
+                advertise=advertise,
+                leader_ttl=leader_ttl,
                 journal=str(folder / "journal.jsonl"),
                 groups=(),
                 open_groups=True,
@@ -140,10 +146,11 @@ def run_orchestrator(
             await sight.start(stack)
             await _start(stack, app)
             agents = f", agents at [b]{app.agents_address}[/b]" if app.agents_address != app.address else ""
+            role = "; it leads once it is elected" if store is not None and shared(store) else ""
             _say(
                 json,
                 {"ready": True, "orchestrator": app.address, "agents": app.agents_address, **sight.data()},
-                f"orchestrator at [b]{app.address}[/b]{agents}{sight.text()}",
+                f"orchestrator at [b]{app.address}[/b]{agents}{role}{sight.text()}",
             )
 
         _run_until_signal(serve)

@@ -21,6 +21,8 @@ from coslice.client.transport import (
     FAREWELL_S,
     OPTIONS,
     Backoff,
+    Trailers,
+    elsewhere,
     hello_of,
     note_of,
     status_error,
@@ -29,6 +31,7 @@ from coslice.client.transport import (
 )
 from coslice.client.types import Status
 from coslice.errors import ConfigError
+from coslice.wire.leader import Dial, addresses_of
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
@@ -37,6 +40,7 @@ class AioLink:
     def __init__(self, config: ClientConfig) -> None:
         assert config.address is not None
         self._address, self._credentials = config.address, config.credentials
+        self._dial = Dial(config.address, encrypted=config.credentials.encrypted)
         self._session = Session(hello_of(config), address=config.address)
         self._outbox: asyncio.Queue[pb.ClientMessage | None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -88,16 +92,19 @@ class AioLink:
             self._flush()
 
     async def status(self, group: str, timeout: float) -> Status:
-        try:
-            async with self._credentials.aio_channel(self._address, OPTIONS) as channel:
-                stub = pb_grpc.OrchestratorStub(channel)
-                request, metadata = (
-                    pb.GetStatusRequest(group=group),
-                    self._credentials.metadata(self._address),
-                )
-                return status_of(await stub.GetStatus(request, timeout=timeout, metadata=metadata))
-        except grpc.aio.AioRpcError as error:
-            raise status_error(error, address=self._address, group=group) from None
+        dial = Dial(self._address, encrypted=self._credentials.encrypted)
+        while True:
+            try:
+                async with self._credentials.aio_channel(dial.address, OPTIONS) as channel:
+                    stub = pb_grpc.OrchestratorStub(channel)
+                    request, metadata = (
+                        pb.GetStatusRequest(group=group),
+                        self._credentials.metadata(dial.address),
+                    )
+                    return status_of(await stub.GetStatus(request, timeout=timeout, metadata=metadata))
+            except grpc.aio.AioRpcError as error:
+                if not elsewhere(error) or dial.failed(error.trailing_metadata()):
+                    raise status_error(error, address=self._address, group=group) from None
 
     async def leave(self, user: object) -> None:
         """A client of ours is done; with the last one the session ends."""
@@ -135,10 +142,15 @@ class AioLink:
         backoff = Backoff()
         try:
             while True:
-                if await self._read_one():
+                welcomed, trailers = await self._read_one()
+                if welcomed:
                     backoff.reset()
+                    self._dial.reached()
+                wait = self._dial.failed(trailers)
                 if self._closing.is_set() or self._session.idle:
                     return
+                if not wait:
+                    continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(backoff.next()):
                         await self._closing.wait()
@@ -146,16 +158,18 @@ class AioLink:
             await self._loop_ends()
             raise
 
-    async def _read_one(self) -> bool:
-        """Serve one stream until it ends; was it welcomed?"""
+    async def _read_one(self) -> tuple[bool, Trailers]:
+        """As ``Link._read_one``."""
         trouble, welcomed = "the orchestrator ended the stream", False
+        trailers: Trailers = None
+        address = self._dial.address
         outbox: asyncio.Queue[pb.ClientMessage | None] = asyncio.Queue()
         try:
-            metadata = self._credentials.metadata(self._address)
-            dialled = self._credentials.aio_channel(self._address, OPTIONS)
+            metadata = self._credentials.metadata(address)
+            dialled = self._credentials.aio_channel(address, OPTIONS)
         except ConfigError as error:  # files may be replaced while we run
             self._session.closed(now=time.monotonic(), trouble=str(error))
-            return False
+            return False, None
         async with dialled as channel:
             call = pb_grpc.OrchestratorStub(channel).Session(_until_none(outbox), metadata=metadata)
             self._outbox = outbox
@@ -169,12 +183,12 @@ class AioLink:
                     if self._session.rejected:
                         break
             except grpc.aio.AioRpcError as error:
-                trouble = trouble_of(error)
+                trouble, trailers = trouble_of(error), error.trailing_metadata()
             finally:
                 self._outbox = None
                 self._session.closed(now=time.monotonic(), trouble=trouble)
                 call.cancel()
-        return welcomed
+        return welcomed, trailers
 
     async def _loop_ends(self) -> None:
         """What was held in this loop ends with it. The stream was cancelled with us: say so on a new one."""
@@ -183,10 +197,10 @@ class AioLink:
             return
         words = [pb.ClientMessage(hello=self._session.hello), pb.ClientMessage(goodbye=pb.Goodbye())]
         with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError, ConfigError):
-            metadata = self._credentials.metadata(self._address)
+            metadata = self._credentials.metadata(self._dial.address)
             async with (
                 asyncio.timeout(FAREWELL_S),
-                self._credentials.aio_channel(self._address, OPTIONS) as channel,
+                self._credentials.aio_channel(self._dial.address, OPTIONS) as channel,
             ):
                 async for _ in pb_grpc.OrchestratorStub(channel).Session(iter(words), metadata=metadata):
                     pass
@@ -206,7 +220,8 @@ _links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, AioLink]
 def link_for(config: ClientConfig, user: object) -> AioLink:
     """This loop's link of the job."""
     assert config.address is not None
-    config.credentials.check(config.address)
+    for address in addresses_of(config.address):
+        config.credentials.check(address)
     links = _links.setdefault(asyncio.get_running_loop(), {})
     key = (config.address, config.job, config.incarnation, config.rank)
     link = links.get(key)

@@ -9,6 +9,7 @@ from typing import Any
 
 from coslice.errors import ConfigError
 from coslice.security.credentials import PLAIN, Credentials, credentials_from
+from coslice.wire.leader import addresses_of
 
 ORCHESTRATOR = "COSLICE_ORCHESTRATOR"
 
@@ -16,7 +17,8 @@ ORCHESTRATOR = "COSLICE_ORCHESTRATOR"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientConfig:
     address: str | None = None
-    """``host:port`` or ``unix:path`` of the orchestrator; None: every call is a no-op."""
+    """``host:port`` or ``unix:path`` of the orchestrator, or several with commas between, of which one leads;
+    None: every call is a no-op."""
     job: str = ""
     groups: tuple[str, ...] = ()
     """Used where a call names none."""
@@ -43,9 +45,10 @@ class ClientConfig:
     def __post_init__(self) -> None:
         if self.address is None:
             return
-        host, _, port = self.address.rpartition(":")
-        if not self.address.startswith("unix:") and not (host and port.isdigit()):
-            raise ConfigError(f"{self.address!r} is no orchestrator address: use host:port ({ORCHESTRATOR})")
+        try:
+            addresses_of(self.address)
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({ORCHESTRATOR})") from None
         if not self.job:
             raise ConfigError(
                 "the job has no name: start it with `coslice run --job NAME`, or set COSLICE_JOB"

@@ -25,6 +25,8 @@ from coslice.client.transport import (
     FAREWELL_S,
     OPTIONS,
     Backoff,
+    Trailers,
+    elsewhere,
     hello_of,
     note_of,
     status_error,
@@ -33,6 +35,7 @@ from coslice.client.transport import (
 )
 from coslice.client.types import Status
 from coslice.errors import ConfigError, CosliceError
+from coslice.wire.leader import Dial, addresses_of
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
@@ -41,6 +44,7 @@ class Link:
     def __init__(self, config: ClientConfig) -> None:
         assert config.address is not None
         self._address, self._credentials = config.address, config.credentials
+        self._dial = Dial(config.address, encrypted=config.credentials.encrypted)
         self._session = Session(hello_of(config), address=config.address)
         self._lock = threading.Lock()
         self._owner = 0
@@ -121,16 +125,19 @@ class Link:
                 self._run(session)
 
     def status(self, group: str, timeout: float) -> Status:
-        try:
-            with self._credentials.channel(self._address, OPTIONS) as channel:
-                stub = pb_grpc.OrchestratorStub(channel)
-                request, metadata = (
-                    pb.GetStatusRequest(group=group),
-                    self._credentials.metadata(self._address),
-                )
-                return status_of(stub.GetStatus(request, timeout=timeout, metadata=metadata))
-        except grpc.RpcError as error:
-            raise status_error(error, address=self._address, group=group) from None
+        dial = Dial(self._address, encrypted=self._credentials.encrypted)
+        while True:
+            try:
+                with self._credentials.channel(dial.address, OPTIONS) as channel:
+                    stub = pb_grpc.OrchestratorStub(channel)
+                    request, metadata = (
+                        pb.GetStatusRequest(group=group),
+                        self._credentials.metadata(dial.address),
+                    )
+                    return status_of(stub.GetStatus(request, timeout=timeout, metadata=metadata))
+            except grpc.RpcError as error:
+                if not elsewhere(error) or dial.failed(error.trailing_metadata()):
+                    raise status_error(error, address=self._address, group=group) from None
 
     def leave(self, user: object) -> None:
         """A client of ours is done; with the last one the session ends."""
@@ -218,28 +225,34 @@ class Link:
         """One stream after the other, for as long as there is something that needs one."""
         backoff = Backoff()
         while True:
-            if self._read_one():
+            welcomed, trailers = self._read_one()
+            if welcomed:
                 backoff.reset()
+                self._dial.reached()
+            wait = self._dial.failed(trailers)
             with self._locked() as session:
                 if self._closing.is_set() or session.idle:
                     self._thread = None
                     self._ended.set()
                     return
-            self._closing.wait(backoff.next())
+            if wait:
+                self._closing.wait(backoff.next())
 
-    def _read_one(self) -> bool:
-        """Serve one stream until it ends; was it welcomed?"""
+    def _read_one(self) -> tuple[bool, Trailers]:
+        """Serve one stream until it ends; was it welcomed? With what the server said of the leader."""
+        address = self._dial.address
         try:
-            metadata = self._credentials.metadata(self._address)
-            channel = self._credentials.channel(self._address, OPTIONS)
+            metadata = self._credentials.metadata(address)
+            channel = self._credentials.channel(address, OPTIONS)
         except ConfigError as error:  # files may be replaced while we run
             with self._locked() as session:
                 session.closed(now=time.monotonic(), trouble=str(error))
-            return False
+            return False, None
         outbox: SimpleQueue[pb.ClientMessage | None] = SimpleQueue()
         call = pb_grpc.OrchestratorStub(channel).Session(iter(outbox.get, None), metadata=metadata)
         trouble = "the orchestrator ended the stream"
         welcomed = False
+        trailers: Trailers = None
         try:
             with self._locked() as session:
                 self._outbox = outbox
@@ -251,7 +264,7 @@ class Link:
                     if session.rejected:
                         break
         except grpc.RpcError as error:
-            trouble = trouble_of(error)
+            trouble, trailers = trouble_of(error), error.trailing_metadata()
         finally:
             with self._locked() as session:
                 self._outbox = None
@@ -259,7 +272,7 @@ class Link:
             outbox.put(None)
             call.cancel()  # type: ignore[no-untyped-call, unused-ignore]
             channel.close()
-        return welcomed
+        return welcomed, trailers
 
 
 def result_of(release: Release) -> bool:
@@ -298,7 +311,8 @@ _guard = threading.Lock()
 def link_for(config: ClientConfig, user: object) -> Link:
     """The process's link of this job: every client of the same job shares it."""
     assert config.address is not None
-    config.credentials.check(config.address)
+    for address in addresses_of(config.address):
+        config.credentials.check(address)
     key = (config.address, config.job, config.incarnation, config.rank)
     with _guard:
         link = _links.get(key)

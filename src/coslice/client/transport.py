@@ -7,7 +7,8 @@ import os
 import random
 import socket
 import uuid
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import grpc
 
@@ -26,10 +27,14 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 5_000),  # what gRPC obeys: its default is 60 s
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # gRPC's name for the time limit of one connection attempt
     # A new attempt must not inherit the back-off of the one before it.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 )
+
+Trailers = Iterable[Any] | None
+"""What a call ended with, beside its status."""
 
 FAREWELL_S = 2.0
 """How long the end of a process waits for the orchestrator to take the goodbye."""
@@ -88,6 +93,11 @@ def note_of(name: str, value: float, step: int, text: str) -> pb.Note | None:
 class _Ended(Protocol):
     def code(self) -> grpc.StatusCode | None: ...
     def details(self) -> str | None: ...
+
+
+def elsewhere(ended: _Ended) -> bool:
+    """Does this failure leave open that another orchestrator answers?"""
+    return ended.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 def trouble_of(ended: _Ended) -> str:

@@ -16,7 +16,7 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -78,6 +78,15 @@ MAX_TEXT = 4096
 _STOPPING = End(grpc.StatusCode.UNAVAILABLE, "the orchestrator is stopping; connect again")
 
 
+class _Shown(NamedTuple):
+    """Of the present term."""
+
+    groups: Groups
+    sessions: Sessions
+    agents: Agents
+    journal: Journal
+
+
 class OrchestratorApp:
     """``start`` once, ``stop`` once; ``address`` is known in between."""
 
@@ -87,14 +96,15 @@ class OrchestratorApp:
         """``board``: where its metrics and its readiness go; None: nobody asks for them. ``tracing``: where
         spans of hand-overs go; None: nowhere."""
         self.config = config
-        self.leading: Callable[[], bool] = lambda: True
-        """Does this process grant? Asked for the metric ``coslice_leader``; one alone always does."""
         self._board = board
         pushed = Pushed(board.registry) if board is not None else None
         self._observer = Observer(pushed, Traces(tracing) if tracing is not None else None)
         self._pushed = pushed
+        self._shown: _Shown | None = None
+        """What the metrics are read from; None while this process stands by."""
         if board is not None:
             board.ready["orchestrator"] = lambda: "" if self._ready.is_set() else "it is starting"
+            self._add_metrics(board)
         self.instance = ""
         """Changes with every start; clients and agents see it in their welcome."""
         self._address = ""
@@ -220,6 +230,7 @@ class OrchestratorApp:
     async def _end_term(self, end: End | None = None) -> None:
         """Idempotent. ``end``: what the open streams are told; None: they ended already."""
         self._desk.close()
+        self._shown = None
         if self._service is not None and end is not None:
             self._service.stop(end)
         self._service = None
@@ -288,7 +299,7 @@ class OrchestratorApp:
             groups=groups, sessions=sessions, verbs=verbs, clock=clock, instance=self.instance
         )
         groups.start(saved, perform)
-        self._show(groups, sessions, agents, journal, clock)
+        self._shown = _Shown(groups, sessions, agents, journal)
         service = OrchestratorService(
             instance=self.instance,
             groups=groups,
@@ -304,24 +315,25 @@ class OrchestratorApp:
         )
         return service, upstream
 
-    def _show(
-        self, groups: Groups, sessions: Sessions, agents: Agents, journal: Journal, clock: Clock
-    ) -> None:
+    def _add_metrics(self, board: Board) -> None:
         """What is read whenever somebody asks for the metrics."""
-        board, pushed = self._board, self._pushed
-        if board is None or pushed is None:
-            return
 
         def of_groups() -> metrics.Taken:
-            return metrics.Taken(tuple(lock.state for lock in groups), clock.now())
+            shown = self._shown
+            groups = () if shown is None else tuple(lock.state for lock in shown.groups)
+            return metrics.Taken(groups, LoopClock().now())
 
         def of_process() -> metrics.Process:
-            lost = sessions.lost_count
-            connected = len(sessions) - lost
-            return metrics.Process(self.leading(), connected, lost, len(agents), journal.lost)
+            if (shown := self._shown) is None:
+                return metrics.Process(False, 0, 0, 0, 0)
+            lost = shown.sessions.lost_count
+            connected = len(shown.sessions) - lost
+            return metrics.Process(True, connected, lost, len(shown.agents), shown.journal.lost)
 
         def of_jobs() -> tuple[Reading, ...]:
-            pushed.jobs.prune({lock.id: lock.state for lock in groups})
+            if (pushed := self._pushed) is None or (shown := self._shown) is None:
+                return ()
+            pushed.jobs.prune({lock.id: lock.state for lock in shown.groups})
             return pushed.jobs.take()
 
         board.add(Source(metrics.OF_GROUPS, of_groups, metrics.of_groups))

@@ -15,6 +15,7 @@ from coslice.errors import ConfigError
 from coslice.security import listening
 from coslice.security.addresses import split_address
 from coslice.security.listening import Tls
+from coslice.store import check_location
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
@@ -138,6 +139,7 @@ def check(config: OrchestratorConfig) -> None:
     for name in ("max_sessions", "max_waiters", "max_groups", "max_requests", "notes_at_once"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} is {getattr(config, name)}: a limit is at least 1")
+    check_location(config.store, insecure=config.insecure)
     if config.advertise:
         split_address(config.advertise)
     _check_listen(config)

@@ -6,6 +6,7 @@ from pathlib import Path
 from coslice.errors import ConfigError
 from coslice.store.base import Store
 from coslice.store.election import Alone, Election, Seat, Tenure
+from coslice.store.etcd_location import parse_etcd
 from coslice.store.memory import MemoryStore
 from coslice.store.sqlite import SqliteStore
 
@@ -27,11 +28,21 @@ def make_election(location: str, *, seat: Seat, ttl: float = DEFAULT_TTL) -> Ele
     if not shared(location):
         return Alone(make_store(rest if colon and scheme == "sqlite" else location))
     try:
-        from coslice.store.etcd_api import parse_etcd
         from coslice.store.etcd_election import EtcdElection
     except ImportError as error:
         raise ConfigError(f"{scheme} is spoken over HTTP: pip install 'coslice[ha]' ({error})") from error
     return EtcdElection(parse_etcd(location), seat=seat, ttl=ttl)
+
+
+def check_location(location: str, *, insecure: bool) -> None:
+    """Raises ``ConfigError`` for a place that cannot be, or that is reached in the clear without leave."""
+    if not shared(location):
+        return
+    if parse_etcd(location).in_the_clear and not insecure:
+        raise ConfigError(
+            f"{location} would be written to over the network in the clear: use etcd+tls://…?ca=FILE, or say "
+            "--insecure"
+        )
 
 
 def shared(location: str) -> bool:
@@ -48,6 +59,7 @@ __all__ = [
     "SqliteStore",
     "Store",
     "Tenure",
+    "check_location",
     "make_election",
     "make_store",
     "shared",

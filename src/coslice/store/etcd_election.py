@@ -19,7 +19,8 @@ import msgspec
 from coslice.store.base import Store, StoreError
 from coslice.store.election import Seat, Tenure
 from coslice.store.etcd import EtcdStore
-from coslice.store.etcd_api import EtcdApi, EtcdLocation, Json, NoAnswer, after_prefix, decoded, encoded
+from coslice.store.etcd_api import EtcdApi, Json, NoAnswer, after_prefix, decoded, encoded
+from coslice.store.etcd_location import EtcdLocation
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

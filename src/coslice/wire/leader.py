@@ -42,7 +42,7 @@ class Dial:
         return len(self._given) > 1
 
     def reached(self) -> None:
-        """The leader answered: its address is tried again first when it is lost."""
+        """The leader answered. When it is lost afterwards, that is a failure like the others."""
         self._tried, self._followed = 0, False
 
     def failed(self, trailers: Iterable[Any] | None = None) -> bool:
