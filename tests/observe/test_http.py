@@ -95,8 +95,9 @@ async def test_it_is_ready_once_the_orchestrator_is() -> None:
 
 async def test_whoever_stands_by_says_so() -> None:
     board = Board()
-    app = OrchestratorApp(OrchestratorConfig(listen="127.0.0.1:0", stop_grace=0.2), board=board)
-    app.leading = lambda: False
+    nowhere = "etcd://127.0.0.1:1/nobody"  # nobody is ever elected there
+    config = OrchestratorConfig(listen="127.0.0.1:0", stop_grace=0.2, store=nowhere)
+    app = OrchestratorApp(config, board=board)
     await app.start()
     try:
         assert b"coslice_leader 0.0" in await board.exposition()

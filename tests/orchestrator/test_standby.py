@@ -1,0 +1,48 @@
+"""An orchestrator with a shared store, before it is elected."""
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from orchestrator.world import World
+
+from coslice.errors import ConfigError
+from coslice.orchestrator.app import OrchestratorApp
+from coslice.orchestrator.config import OrchestratorConfig
+from coslice.store import Seat
+from coslice.wire.leader import LEADER, LEADER_FOR_AGENTS
+from coslice.wire.v1 import coslice_pb2 as pb
+from coslice.wire.v1 import coslice_pb2_grpc as rpc
+
+NOWHERE = "etcd://127.0.0.1:1/nobody"
+"""Nobody is ever elected there."""
+
+
+async def test_it_is_healthy_and_serves_nothing(world: World) -> None:
+    app = await world.start(store=NOWHERE)
+    async with grpc.aio.insecure_channel(app.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name, word in (("", "SERVING"), ("coslice.v1.Orchestrator", "NOT_SERVING")):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status) == word
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            await rpc.OrchestratorStub(channel).GetStatus(pb.GetStatusRequest())
+        assert told.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no leader" in str(told.value.details())
+
+
+async def test_it_says_where_the_leader_is(world: World) -> None:
+    app = await world.start(store=NOWHERE)
+    assert app._election is not None
+    app._election.leader = Seat("leader:1", "leader:2")
+    async with grpc.aio.insecure_channel(app.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            async for _ in rpc.OrchestratorStub(channel).Session(iter([])):  # type: ignore[attr-defined]
+                pass
+    assert dict(told.value.trailing_metadata()) == {LEADER: "leader:1", LEADER_FOR_AGENTS: "leader:2"}
+    assert told.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_shared_store_is_not_reached_in_the_clear_unasked() -> None:
+    config = OrchestratorConfig(listen="127.0.0.1:0", store="etcd://etcd.example:2379/coslice")
+    with pytest.raises(ConfigError, match=r"etcd\+tls"):
+        await OrchestratorApp(config).start()
