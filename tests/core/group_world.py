@@ -16,7 +16,6 @@ from coslice.core.events import ContextFact, ContextState, NodeFacts
 from coslice.core.group import (
     Group,
     GroupRules,
-    Held,
     Rejected,
     new_group,
     next_deadline,
@@ -24,7 +23,7 @@ from coslice.core.group import (
     resume,
     step,
 )
-from coslice.core.group_state import PARKED, open_asks, view_of
+from coslice.core.group_state import PARKED, frozen_lease, open_asks, share_of, view_of
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, OpId, RequestId, SessionId
 from coslice.core.invariants import check_group_step
 from coslice.core.outcome import Step
@@ -47,10 +46,14 @@ class Node:
     mail: list[ev.GroupEvent] = field(default_factory=list)
     stuck: JobId | None = None
     ended: list[ev.EndedProcess] = field(default_factory=list)
+    whole: bool = False
+    """Its backend freezes processes as they are."""
 
     def facts(self) -> NodeFacts:
         contexts = tuple(
-            ContextFact(job=j, state=s, bytes=100, pids=(1,), incarnation=self.incarnations[j])
+            ContextFact(
+                job=j, state=s, bytes=100, pids=(1,), incarnation=self.incarnations[j], whole=self.whole
+            )
             for j, s in sorted(self.contexts.items())
         )
         ended = tuple(self.ended)
@@ -208,7 +211,8 @@ class World:
                 else:
                     assert state is not LIVE, f"3: {grant.job} is granted while {job} is loaded on {name}"
         for other in self.clients.values():
-            if other.connected and other.holding and other.job != grant.job:
+            frozen = frozen_lease(self.group, other.job) is not None
+            if other.connected and other.holding and other.job != grant.job and not frozen:
                 raise AssertionError(f"1: {other.job} believes to hold the lock that {grant.job} gets")
 
     # ── what clients do ──
@@ -245,7 +249,11 @@ class World:
         self.apply(ev.GrantConfirmed(at=self.now, request=client.holding[0]))
 
     def yield_(self, client: Client) -> None:
+        """A client hears of a lease once all that it asked for with it is granted."""
         assert client.holding
+        share = share_of(self.group, client.session)
+        if share is not None and share.more:
+            self.apply(ev.AcquireCompleted(at=self.now, request=share.request))
         client.last_yield, client.holding = client.holding[1], None
         self.apply(
             ev.LeaseYielded(at=self.now, job=client.job, session=client.session, epoch=client.last_yield)
@@ -266,12 +274,8 @@ class World:
         """As the client library does: hello, learn what is still held, ask again for what is open."""
         client.connected = True
         self.apply(ev.SessionResumed(at=self.now, session=client.session))
-        held = self.group.occupancy
-        if client.holding and not (
-            isinstance(held, Held)
-            and held.epoch == client.holding[1]
-            and any(h.session == client.session and h.state == "active" for h in held.holders)
-        ):
+        share = share_of(self.group, client.session)
+        if client.holding and (share is None or share.epoch != client.holding[1]):
             client.holding = None
         if client.asking:
             self.ask(client)

@@ -9,7 +9,7 @@ from coslice.core import events as ev
 from coslice.core.effects import ReasonCode, RefuseCode
 from coslice.core.events import ContextFact, ContextState, NodeFacts
 from coslice.core.group import Empty, Held, Rejected, Resident, Swapping, next_deadline, stalled
-from coslice.core.ids import Epoch, Incarnation, JobId, NodeId, OpId, SessionId
+from coslice.core.ids import Epoch, Incarnation, JobId, NodeId, OpId, RequestId, SessionId
 from coslice.core.policy import FewestSwaps
 
 
@@ -794,6 +794,25 @@ def test_a_node_that_joins_again_may_still_be_at_work_for_a_swap_that_is_over() 
     w.settle()
     assert a.holding
     assert w.nodes["n1"].contexts["a"] is LIVE
+
+
+def test_a_request_that_waits_for_another_group_keeps_its_share_when_its_process_yields() -> None:
+    """Threads of one process: one has the lock alone; one asks for two groups, and has this one so far."""
+    w = world()
+    a = hold(w, "a1", "a")
+    alone = a.holding
+    w.ask(a, more=True)
+    b = wait_behind(w, "b1", "b")
+    assert alone
+    first = ev.LeaseYielded(at=w.now, job=a.job, session=a.session, epoch=alone[1])
+    w.apply(first)
+    assert isinstance(w.group.occupancy, Held), "else the request, once complete, would run without the lock"
+    w.apply(ev.AcquireCompleted(at=w.now, request=RequestId("a1/2")))
+    w.apply(ev.GrantConfirmed(at=w.now, request=RequestId("a1/2")))
+    a.holding = None
+    w.apply(first)
+    w.settle()
+    assert b.holding
 
 
 def test_an_overrun_world_of_which_nobody_holds_any_more_ends() -> None:

@@ -24,6 +24,7 @@ def context_to_pb(fact: ev.ContextFact) -> pb.Context:
         pids=fact.pids,
         reason=fact.reason,
         incarnation=fact.incarnation,
+        whole=fact.whole,
     )
 
 

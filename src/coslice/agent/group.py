@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from coslice.agent import convert
 from coslice.agent.ahead import Ahead
-from coslice.agent.backends.base import Backend, Elastic, MoveError
+from coslice.agent.backends.base import MoveError
 from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import HostBuffers, NoHostMemory
 from coslice.agent.config import AgentConfig, GroupDevices
@@ -82,7 +82,7 @@ class ServedGroup:
         clock: Clock,
         members: Members,
         buffers: HostBuffers,
-        backend: Backend,
+        backend: Backends,
         publish: Callable[[pb.AgentMessage], None],
         meter: Meter | None = None,
         tracing: Tracing | None = None,
@@ -169,6 +169,7 @@ class ServedGroup:
             epoch=Epoch(command.epoch),
             job=JobId(command.job),
             need=command.need_bytes,
+            freeze=tuple(JobId(job) for job in command.freeze),
         )
         try:
             await self.driver.post(event)
@@ -243,6 +244,7 @@ class ServedGroup:
             parked=member.parked,
             part=not member.parked and member.away > 0,
             divisible=member.divisible,
+            whole=self._backend.freezes(member),
         )
         await self.driver.post(event)
         member.admitted = member.announced = True
@@ -326,10 +328,7 @@ class ServedGroup:
         stage = self._watch.stage("snapshot", effect.op, effect.job, self._backend_of(members))
         try:
             ahead = await self._bring_ahead(effect)
-            if isinstance(self._backend, Elastic):
-                done = await self._backend.snapshot_part(members, op=name, least=effect.least, ahead=ahead)
-            else:
-                done = await self._backend.snapshot(members, op=name)
+            done = await self._backend.snapshot_part(members, op=name, least=effect.least, ahead=ahead)
         except Exception as error:
             stage.failed(error)
             self.driver.tell(

@@ -92,6 +92,8 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
     lost = {job.job: job.lost_left_s for job in group.jobs if job.HasField("lost_left_s")}
     for job in names:
         lock = group.state if job == group.job and group.state != "empty" else ""
+        if job in waits and waits[job].frozen:
+            lock = "frozen in a phase"
         if job in lost:
             lock = f"{lock} [yellow]connection lost, {lost[job]:.0f} s left[/yellow]".strip()
         wait = f"{waits[job].waited_s:.1f} s  {waits[job].reason}" if job in waits else ""

@@ -25,4 +25,5 @@ def brief(group: Group) -> dict[str, object]:
         "job": occupant(group) or "",
         "epoch": group.epoch,
         "waiting": [waiter.job for waiter in group.waiters],
+        **({"frozen": [held.job for held in group.frozen]} if group.frozen else {}),
     }

@@ -191,7 +191,7 @@ def _queue(turn: NodeTurn, event: ev.MakeResidentCommanded) -> None:
         )
     if held.queued is not None:
         turn.say(ReasonCode.STALE, f"{held.queued.op} is dropped before it began: {event.op} is newer")
-    op = Operation(op=event.op, epoch=event.epoch, job=event.job, need=event.need)
+    op = Operation(op=event.op, epoch=event.epoch, job=event.job, need=event.need, freeze=event.freeze)
     turn.set(epoch=event.epoch, queued=op)
     if held.running is not None:
         turn.say(ReasonCode.QUEUED, f"{event.op} waits for {held.running.op}")

@@ -12,13 +12,14 @@ from coslice.core import effects as fx
 from coslice.core import lease, membership, sessions
 from coslice.core.effects import ReasonCode
 from coslice.core.group_state import Group, Held, Swapping, active, has_live_ask, missing, overdue_at
+from coslice.core.ids import SessionId
 from coslice.core.prose import names
 from coslice.core.turn import Turn
 
 
 def next_deadline(group: Group) -> float | None:
     """When ``DeadlinePassed`` is due if nothing else happens first, in seconds on the driver's clock."""
-    due = [session.deadline for session in group.lost]
+    due = [session.deadline for session in group.lost if not _excused(group, session.session)]
     if group.settle_by is not None:
         due.append(group.settle_by)
     held = group.occupancy
@@ -47,7 +48,7 @@ def passed(turn: Turn) -> None:
     """Do everything that is due at ``turn.at``."""
     now = turn.at
     for session in turn.group.lost:
-        if session.deadline <= now:
+        if session.deadline <= now and not _excused(turn.group, session.session):
             grace = turn.group.rules.session_grace
             sessions.ended(turn, session.session, f"its connection was lost for {grace:g} s", tell=True)
     if turn.group.settle_by is not None and turn.group.settle_by <= now:
@@ -82,8 +83,7 @@ def _unconfirmed(turn: Turn) -> None:
         if isinstance(current, Held):
             why = f"the grant was not confirmed within {turn.group.rules.confirm_timeout:g} s"
             turn.say(ReasonCode.UNCONFIRMED, f"{held.job} (session {session}): {why}")
-            turn.take_back(current, why, session=session)
-            lease.settle(turn)
+            lease.settle(turn, turn.take_back(current, why, session=session))
 
 
 def _overrun(turn: Turn) -> None:
@@ -96,7 +96,15 @@ def _overrun(turn: Turn) -> None:
     if rules.on_overrun == "warn":
         turn.set(occupancy=replace(held, overran=True))
         return
-    lease.revoke(turn, held, why)
+    if lease.can_freeze(turn.group, held):
+        lease.freeze(turn, held, why)
+    else:
+        lease.revoke(turn, held, why)
+
+
+def _excused(group: Group, session: SessionId) -> bool:
+    """Is it silent because it is frozen? Whether its process lives, an agent says."""
+    return any(h.session == session for held in group.frozen for h in active(held))
 
 
 def _ask(turn: Turn) -> None:
@@ -111,10 +119,10 @@ def _ask(turn: Turn) -> None:
         ReasonCode.ASKED_TO_YIELD,
         f"{held.job} is asked to give way: {len(waiting)} wait, {longest:.1f} s at most",
     )
-    for session in dict.fromkeys(h.session for h in active(held)):
+    for session, epoch in {h.session: h.epoch for h in active(held)}.items():
         turn.emit(
             fx.AskYield(
-                session=session, job=held.job, epoch=held.epoch, waiting=len(waiting), longest_wait=longest
+                session=session, job=held.job, epoch=epoch, waiting=len(waiting), longest_wait=longest
             )
         )
 

@@ -31,6 +31,8 @@ class ReasonCode(StrEnum):
     SESSION_EXPIRED = "session_expired"
     SESSION_RESUMED = "session_resumed"
     OVERRAN = "overran"
+    FROZEN = "frozen"  # in the middle of a phase, and queued
+    THAWED = "thawed"
     ASKED_TO_YIELD = "asked_to_yield"
     JOB_FAULTED = "job_faulted"
     BLOCKED = "blocked"
@@ -90,6 +92,8 @@ class MakeResident(_Effect, frozen=True, kw_only=True):
     job: JobId
     epoch: Epoch
     need: int
+    freeze: tuple[JobId, ...] = ()
+    """Who must not be on the device meanwhile, though there be room: they are in the middle of a phase."""
 
 
 class Grant(_Effect, frozen=True, kw_only=True):

@@ -30,6 +30,8 @@ class ContextFact(Struct, frozen=True, kw_only=True):
     pids: tuple[int, ...] = ()
     incarnation: Incarnation = Incarnation("")
     reason: str = ""
+    whole: bool = False
+    """Its processes can be frozen as they are, also in the middle of a phase."""
 
 
 class EndedProcess(Struct, frozen=True, kw_only=True):
@@ -231,6 +233,7 @@ class MakeResidentCommanded(_Event, frozen=True, kw_only=True):
     epoch: Epoch
     job: JobId
     need: int = 0
+    freeze: tuple[JobId, ...] = ()
 
 
 class MemberRegistered(_Event, frozen=True, kw_only=True):
@@ -248,6 +251,8 @@ class MemberRegistered(_Event, frozen=True, kw_only=True):
     """Some of its state is in host memory, and some on the device."""
     divisible: bool = False
     """Can move a part of its state and leave the rest."""
+    whole: bool = False
+    """Can be frozen as it is, also in the middle of a phase."""
 
 
 class MemberResized(_Event, frozen=True, kw_only=True):

@@ -39,6 +39,8 @@ from coslice.core.group_state import (
     SessionProcess,
     Swapping,
     eligible,
+    frozen_lease,
+    lease_with,
     missing,
     occupant,
     record_of,
@@ -163,8 +165,8 @@ def _on_acquire(turn: Turn, event: ev.AcquireRequested) -> None:
 
 def _repeated(turn: Turn, event: ev.AcquireRequested) -> bool:
     """A request we know keeps its place, or gets its answer again."""
-    held = turn.group.occupancy
-    if isinstance(held, Held):
+    held = lease_with(turn.group, event.job)
+    if held is not None:
         for holder in held.holders:
             if holder.request == event.request and holder.state is not HolderState.GONE:
                 if holder.state is HolderState.ACTIVE:
@@ -277,15 +279,15 @@ def _on_abandoned(turn: Turn, event: ev.AcquireAbandoned) -> None:
 
     def without(waiter: Waiter) -> Waiter | None:
         asks = tuple(a for a in waiter.asks if a.request != event.request)
-        return replace(waiter, asks=asks) if asks else None
+        return replace(waiter, asks=asks) if asks or frozen_lease(group, waiter.job) else None
 
     if isinstance(held, Swapping) and held.waiter is not None:
         turn.set(occupancy=replace(held, waiter=without(held.waiter)))
     kept = (without(w) for w in group.waiters)
     turn.set(waiters=tuple(w for w in kept if w is not None))
     turn.say(ReasonCode.ABANDONED, f"request {event.request} was given up by its caller{why}")
-    if isinstance(held, Held):
-        lease.abandon(turn, held, event.request)
+    for one in (held, *group.frozen) if isinstance(held, Held) else group.frozen:
+        lease.abandon(turn, one, event.request)
 
 
 def _advance(turn: Turn, policy: Policy) -> None:
@@ -300,7 +302,7 @@ def _advance(turn: Turn, policy: Policy) -> None:
             )
     on = group.occupancy
     free = group.waiters and group.views and not isinstance(on, Held) and not isinstance(on, Swapping)
-    candidates = eligible(group) if free else ()
+    candidates = _willing(group) if free else ()
     reserved: Reserve | None = None
     if candidates:
         past = memory.remembered(group) if policy.remembers else {}
@@ -313,6 +315,14 @@ def _advance(turn: Turn, policy: Policy) -> None:
             swap.begin(turn, Choice(candidates[0], f"the time kept for {choice.job} is over"))
     if reserved is not None or group.reserved is not None:
         _reserve(turn, reserved)
+
+
+def _willing(group: Group) -> tuple[Waiter, ...]:
+    """Whoever may be granted; but the job that was frozen just now does not go before those it made wait."""
+    candidates, last = eligible(group), occupant(group)
+    if len(candidates) < 2 or last is None or frozen_lease(group, last) is None:
+        return candidates
+    return tuple(w for w in candidates if w.job != last)
 
 
 def _reserve(turn: Turn, reserved: Reserve | None) -> None:

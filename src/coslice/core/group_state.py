@@ -67,6 +67,8 @@ class Holder(Struct, frozen=True, kw_only=True):
 
     request: RequestId
     session: SessionId
+    epoch: Epoch
+    """Under which it was granted, and will be yielded. The lease's own is a later one after a freeze."""
     waited: float
     state: HolderState = HolderState.ACTIVE
     more: bool = False
@@ -135,6 +137,7 @@ class Hung(Struct, frozen=True, kw_only=True):
     job: JobId
     epoch: Epoch
     need: int = 0
+    freeze: tuple[JobId, ...] = ()
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -199,6 +202,9 @@ class Group(Struct, frozen=True, kw_only=True):
     """When the occupancy last changed its kind or its job."""
     waiters: tuple[Waiter, ...] = ()
     """In the order of the queue."""
+    frozen: tuple[Held, ...] = ()
+    """Leases stopped in the middle of a phase. Each has its job's place in the queue (or in the swap that is
+    on), and goes on under a new epoch when that is served."""
     jobs: tuple[JobRecord, ...] = ()
     """In the order of first appearance."""
     lost: tuple[LostSession, ...] = ()
@@ -277,9 +283,37 @@ def is_lost(group: Group, session: SessionId) -> bool:
     return bool(group.lost) and any(s.session == session for s in group.lost)
 
 
+def frozen_lease(group: Group, job: JobId) -> Held | None:
+    for held in group.frozen:
+        if held.job == job:
+            return held
+    return None
+
+
+def lease_with(group: Group, job: JobId) -> Held | None:
+    """The lease of a job, held or frozen."""
+    on = group.occupancy
+    return on if isinstance(on, Held) and on.job == job else frozen_lease(group, job)
+
+
+def share_of(group: Group, session: SessionId) -> Holder | None:
+    """What a session holds, be it frozen for now."""
+    on = group.occupancy
+    for held in (on, *group.frozen) if isinstance(on, Held) else group.frozen:
+        for holder in held.holders:
+            if holder.session == session and holder.state is HolderState.ACTIVE:
+                return holder
+    return None
+
+
 def has_live_ask(group: Group, waiter: Waiter) -> bool:
-    """Is somebody there to take a grant? A waiter whose sessions are all lost is passed over for now."""
-    return not group.lost or any(not is_lost(group, a.session) for a in waiter.asks)
+    """Is somebody there to take a grant? A waiter whose sessions are all lost is passed over for now.
+
+    A frozen job may be silent for the very reason that it is frozen: its agent tells whether it lives.
+    """
+    if not group.lost or any(not is_lost(group, a.session) for a in waiter.asks):
+        return True
+    return frozen_lease(group, waiter.job) is not None
 
 
 def given_up_at(group: Group, sessions: Iterable[SessionId]) -> float | None:

@@ -56,6 +56,8 @@ class Member(Struct, frozen=True, kw_only=True):
     """Some of its state is in host memory, and some on the device."""
     divisible: bool = False
     """Can move a part of its state and leave the rest."""
+    whole: bool = False
+    """Can be frozen as it is, also in the middle of a phase."""
     seen: bool = True
 
 
@@ -145,6 +147,11 @@ class Context(Struct, frozen=True, kw_only=True):
         return all(m.divisible for m in self.members)
 
     @property
+    def whole(self) -> bool:
+        """Can all of it be frozen? What a process has registered, it must move itself."""
+        return bool(self.members) and all(m.whole and not m.bytes for m in self.members)
+
+    @property
     def ready(self) -> bool:
         """Every process can be talked to."""
         return all(m.seen for m in self.members)
@@ -157,6 +164,8 @@ class Operation(Struct, frozen=True, kw_only=True):
     epoch: Epoch
     job: JobId
     need: int = 0
+    freeze: tuple[JobId, ...] = ()
+    """Who has to leave though there be room."""
     begun: float = 0.0
     restores: int = 0
     """Attempts to restore so far."""
@@ -375,6 +384,7 @@ def _fact(holdings: Holdings, context: Context) -> ContextFact:
         pids=tuple([m.pid for m in context.members]),
         incarnation=context.incarnation,
         reason=reason,
+        whole=context.whole,
     )
 
 

@@ -8,11 +8,13 @@ step, not against the code that made them. Raises ``InvariantBroken``; of one no
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.group_state import (
+    ON_DEVICE,
     PARKED,
     Empty,
     Group,
     Held,
     HolderState,
+    Occupancy,
     Resident,
     Swapping,
     active,
@@ -20,6 +22,8 @@ from coslice.core.group_state import (
     eligible,
     missing,
     open_asks,
+    share_of,
+    waiting,
 )
 from coslice.core.ids import op_id
 from coslice.core.outcome import Step
@@ -41,6 +45,7 @@ def check_group(group: Group) -> None:
         _require(bool(now.pending), "8: a swap waits for nobody")
         _require(both == set(group.nodes), f"2: a swap covers {sorted(both)}, the group has {group.nodes}")
         _require(not set(now.pending) & set(now.done), "a node is both pending and done")
+    _check_frozen(group)
     if isinstance(now, Held):
         record = next((r for r in group.jobs if r.job == now.job), None)
         failed = any(h.state is HolderState.GONE for h in now.holders)
@@ -76,6 +81,10 @@ def check_group_step(before: Group, event: ev.GroupEvent, step: Step[Group, fx.G
         )
     _require(after.epoch >= before.epoch, f"1: the epoch fell from {before.epoch} to {after.epoch}")
     was, now = before.occupancy, after.occupancy
+    for lease in after.frozen:
+        kept = isinstance(was, Held) and was.job == lease.job and was.epoch == lease.epoch
+        kept = kept or any((f.job, f.epoch) == (lease.job, lease.epoch) for f in before.frozen)
+        _require(kept, f"1: {lease.job} is frozen under {lease.epoch}, which it did not hold")
     if isinstance(now, Held | Swapping) and (not isinstance(was, Held | Swapping) or was.epoch != now.epoch):
         _require(now.epoch > before.epoch, f"1: epoch {now.epoch} is not new")
     if after.settle_by is not None and isinstance(now, Held | Swapping) and now.epoch > before.epoch:
@@ -105,24 +114,33 @@ def check_group_step(before: Group, event: ev.GroupEvent, step: Step[Group, fx.G
                     effect.request not in _requests(after), f"5: {effect.request} was refused but is open"
                 )
             case fx.LoseLease():
+                share = share_of(before, effect.session)
                 _require(
-                    isinstance(was, Held) and was.epoch == effect.epoch and was.job == effect.job,
+                    share is not None and share.epoch == effect.epoch,
                     f"1: {effect.job} lost a lease {effect.epoch} that it did not hold",
                 )
             case fx.ForgetJob():
                 _require(isinstance(event, ev.JobForgotten), f"6: {effect.job} is forgotten unasked")
             case fx.AskYield():
-                _require(isinstance(now, Held) and now.epoch == effect.epoch, "8: nobody to ask to yield")
+                _require(
+                    isinstance(now, Held) and any(h.epoch == effect.epoch for h in active(now)),
+                    "8: nobody to ask to yield",
+                )
     if isinstance(event, ev.AcquireAbandoned):
         _require(
             event.request not in _requests(after),
             f"5: {event.request} was abandoned and left something behind",
         )
-    if isinstance(event, ev.LeaseYielded) and was != now:
+    if isinstance(event, ev.LeaseYielded) and isinstance(was, Held) and not _same_lease(was, now):
         _require(
-            isinstance(was, Held) and (was.job, was.epoch) == (event.job, event.epoch),
+            was.job == event.job
+            and any((h.session, h.epoch) == (event.session, event.epoch) for h in was.holders),
             "1: somebody yielded a lease of another",
         )
+
+
+def _same_lease(was: Held, now: Occupancy) -> bool:
+    return isinstance(now, Held) and (now.epoch, now.holders) == (was.epoch, was.holders)
 
 
 def _check_grant(before: Group, after: Group, grant: fx.Grant) -> None:
@@ -130,8 +148,8 @@ def _check_grant(before: Group, after: Group, grant: fx.Grant) -> None:
     if not isinstance(held, Held):
         raise InvariantBroken(f"1: {grant.request} was granted without a lease")
     _require(
-        (held.job, held.epoch) == (grant.job, grant.epoch)
-        and any(h.request == grant.request for h in active(held)),
+        held.job == grant.job
+        and any((h.request, h.epoch) == (grant.request, grant.epoch) for h in active(held)),
         f"1: {grant.request} was granted a lease that is not the current one",
     )
     _require(
@@ -139,7 +157,11 @@ def _check_grant(before: Group, after: Group, grant: fx.Grant) -> None:
     )
     if isinstance(was, Held) and was.epoch == held.epoch:
         return  # a repeat, or one who joins
+    others = {f.job for f in after.frozen}
     for view in after.views:
+        for other in view.facts.contexts:
+            computes = other.job in others and other.state in ON_DEVICE
+            _require(not computes, f"1: {other.job} is frozen, and on {view.node} beside {grant.job}")
         context = context_of(view, grant.job)
         parked = context is not None and context.state in PARKED
         _require(not parked, f"2: {grant.job} was granted while its state is parked on {view.node}")
@@ -148,10 +170,24 @@ def _check_grant(before: Group, after: Group, grant: fx.Grant) -> None:
         _require(view.outstanding != held.epoch, f"2: granted before {view.node} reported")
 
 
+def _check_frozen(group: Group) -> None:
+    """Every frozen lease will go on: it has its place, once, and somebody who will end it."""
+    places = [w.job for w in waiting(group)]
+    for lease in group.frozen:
+        _require(places.count(lease.job) == 1, f"8: {lease.job} is frozen and has no place in the queue")
+        _require(bool(active(lease)) or lease.world > 0, f"8: nobody is left of the frozen {lease.job}")
+        held = group.occupancy
+        _require(
+            not isinstance(held, Held) or held.job != lease.job, f"1: {lease.job} holds and is frozen at once"
+        )
+        _require(lease.epoch <= group.epoch, f"1: a frozen epoch {lease.epoch} is above the group's")
+
+
 def _check_queue(group: Group) -> None:
     jobs = [w.job for w in group.waiters]
     _require(len(jobs) == len(set(jobs)), f"a job waits in two places: {jobs}")
-    _require(all(w.asks for w in group.waiters), "5: a waiter without a caller")
+    frozen = {f.job for f in group.frozen}
+    _require(all(w.asks or w.job in frozen for w in group.waiters), "5: a waiter without a caller")
     asks = [a.request for a in open_asks(group)]
     _require(len(asks) == len(set(asks)), "a request waits twice")
 
@@ -162,8 +198,8 @@ def _check_sessions(group: Group) -> None:
     _require({s.session for s in group.lost} <= set(known), "a lost session that nobody knows")
     held = group.occupancy
     speaking = [(w.job, a.session) for w in group.waiters for a in w.asks]
-    if isinstance(held, Held):
-        speaking += [(held.job, h.session) for h in active(held)]
+    for lease in (held, *group.frozen) if isinstance(held, Held) else group.frozen:
+        speaking += [(lease.job, h.session) for h in active(lease)]
     if isinstance(held, Swapping) and held.waiter is not None:
         speaking += [(held.incoming, a.session) for a in held.waiter.asks]
     sessions = {r.job: r.sessions for r in group.jobs}
@@ -175,7 +211,8 @@ def _check_sessions(group: Group) -> None:
 
 def _requests(group: Group) -> set[str]:
     held = group.occupancy
-    mine = {h.request for h in active(held)} if isinstance(held, Held) else set()
+    leases = (held, *group.frozen) if isinstance(held, Held) else group.frozen
+    mine = {h.request for lease in leases for h in active(lease)}
     return mine | {a.request for a in open_asks(group)}
 
 

@@ -10,13 +10,18 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.effects import ReasonCode
 from coslice.core.group_state import (
+    ON_DEVICE,
     Group,
     Held,
     Holder,
     HolderState,
     LastYield,
     Resident,
+    active,
+    context_of,
+    frozen_lease,
     is_lost,
+    lease_with,
     record_of,
 )
 from coslice.core.ids import Epoch, RequestId, SessionId
@@ -35,24 +40,66 @@ def hold(
     bytes_in: int = 0,
     bytes_out: int = 0,
 ) -> None:
-    """Give the lease to every process that asked in ``waiter``. Provisional until each confirms."""
+    """Give the lease to every process that asked in ``waiter``. Provisional until each confirms.
+
+    One that was frozen goes on as it was; its processes know it under the epoch that they were granted.
+    """
+    new = tuple([_holder(turn, ask, epoch) for ask in waiter.asks])
+    frozen = frozen_lease(turn.group, waiter.job)
     held = Held(
         job=waiter.job,
         incarnation=waiter.incarnation,
         epoch=epoch,
         since=turn.at,
-        holders=tuple([_holder(turn, ask) for ask in waiter.asks]),
+        holders=new if frozen is None else (*frozen.holders, *new),
         reason=reason,
-        phase=waiter.phase,
-        world=waiter.world,
+        phase=waiter.phase if frozen is None else frozen.phase,
+        world=waiter.world if frozen is None else max(frozen.world, waiter.world),
         restored=restored,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
     )
     turn.set(occupancy=held)
-    for holder in held.holders:
+    if frozen is not None:
+        turn.thaw(held.job)
+        turn.say(ReasonCode.THAWED, f"{held.job} goes on with lease {frozen.epoch}, now under epoch {epoch}")
+    for holder in new:
         if not is_lost(turn.group, holder.session):
             _tell(turn, held, holder, reason)
+
+
+def can_freeze(group: Group, held: Held) -> bool:
+    """Can every process of the lease be frozen as it is?
+
+    By the word of the agents: the job is on their devices only in processes that a backend can freeze. A
+    process that has not taken up its grant yet is not known to be one of them.
+    """
+    found = False
+    if not all(h.confirmed for h in active(held)):
+        return False
+    for view in group.views:
+        context = context_of(view, held.job)
+        if context is None:
+            continue
+        known = view.attached and context.incarnation == held.incarnation
+        if not (known and context.whole) or context.state not in ON_DEVICE:
+            return False
+        found = True
+    return found
+
+
+def freeze(turn: Turn, held: Held, why: str) -> None:
+    """The lock passes on in the middle of a phase. The job is queued, at the end, and will go on there."""
+    group = turn.group
+    turn.say(ReasonCode.FROZEN, f"{held.job} is frozen and queued: {why}")
+    if all(w.job != held.job for w in group.waiters):
+        waiter = Waiter(job=held.job, incarnation=held.incarnation, asks=(), since=turn.at, world=held.world)
+        turn.set(waiters=(*group.waiters, waiter))
+    turn.set(
+        frozen=(*group.frozen, replace(held, asked=False, contended_since=None, contended_s=0.0)),
+        occupancy=Resident(job=held.job),
+        held_s=group.held_s + max(0.0, turn.at - held.since),
+    )
 
 
 def join(turn: Turn, held: Held, ask: Ask, *, world: int) -> None:
@@ -61,7 +108,7 @@ def join(turn: Turn, held: Held, ask: Ask, *, world: int) -> None:
         ReasonCode.JOINED,
         f"another process of {held.job} joins its lease {held.epoch}: the state is there already",
     )
-    holder = _holder(turn, ask)
+    holder = _holder(turn, ask, held.epoch)
     others = tuple(h for h in held.holders if (h.session, h.state) != (ask.session, HolderState.GONE))
     held = replace(held, holders=(*others, holder), world=max(held.world, world))
     turn.set(occupancy=held)
@@ -110,32 +157,30 @@ def abandon(turn: Turn, held: Held, request: RequestId) -> None:
     holder = _active_request(held, request)
     if holder is None:
         return
-    _with_holder(turn, held, replace(holder, state=HolderState.GONE, confirm_by=None))
-    settle(turn)
+    held = _with_holder(turn, held, replace(holder, state=HolderState.GONE, confirm_by=None))
+    settle(turn, held)
 
 
 def yield_(turn: Turn, event: ev.LeaseYielded) -> None:
     """Give back one process's share, exactly once: a repeat of its last yield succeeds, changing nothing."""
-    held = turn.group.occupancy
+    held = lease_with(turn.group, event.job)
     record = record_of(turn.group, event.job)
-    holders = _yielded(held, event) if isinstance(held, Held) else None
-    if not isinstance(held, Held) or holders is None:
+    holders = None if held is None else _yielded(held, event)
+    if held is None or holders is None:
         if record is not None and LastYield(event.session, event.epoch) in record.yields:
             turn.say(ReasonCode.REPEATED, f"{event.job} had yielded lease {event.epoch} already")
             return
         raise _rejection(turn.group, event)
-    turn.set(occupancy=replace(held, holders=holders))
+    held = replace(held, holders=holders)
+    turn.put_lease(held)
     if record is not None:
         others = [y for y in record.yields if y.session != event.session]
         turn.put_record(replace(record, yields=(*others, LastYield(event.session, event.epoch))))
-    settle(turn)
+    settle(turn, held)
 
 
-def settle(turn: Turn) -> None:
-    """End the lease if nobody is left who would end it."""
-    held = turn.group.occupancy
-    if not isinstance(held, Held):
-        return
+def settle(turn: Turn, held: Held) -> None:
+    """End the lease, held or frozen, if nobody is left who would end it."""
     states = [h.state for h in held.holders]
     if left := states.count(HolderState.ACTIVE):
         turn.say(
@@ -149,7 +194,11 @@ def settle(turn: Turn) -> None:
             text = f"{held.job}: {yielded} of {held.world} processes have yielded"
             turn.say(ReasonCode.PARTLY_YIELDED, text)
             return
-    end(turn, held, f"{held.job} gave up lease {held.epoch} after {turn.at - held.since:.3f} s")
+    if turn.group.occupancy is held:
+        end(turn, held, f"{held.job} gave up lease {held.epoch} after {turn.at - held.since:.3f} s")
+        return
+    turn.drop_frozen(held.job)
+    turn.say(ReasonCode.YIELDED, f"{held.job} gave up lease {held.epoch} while it was frozen")
 
 
 def revoke(turn: Turn, held: Held, why: str) -> None:
@@ -172,11 +221,12 @@ def end(turn: Turn, held: Held, text: str) -> None:
         turn.say(ReasonCode.SNAPSHOT_DEFERRED, f"nobody waits: the state of {held.job} stays where it is")
 
 
-def _holder(turn: Turn, ask: Ask) -> Holder:
+def _holder(turn: Turn, ask: Ask, epoch: Epoch) -> Holder:
     silent = ask.more or is_lost(turn.group, ask.session)
     return Holder(
         request=ask.request,
         session=ask.session,
+        epoch=epoch,
         waited=max(0.0, turn.at - ask.since),
         more=ask.more,
         confirm_by=None if silent else turn.at + turn.group.rules.confirm_timeout,
@@ -189,7 +239,7 @@ def _tell(turn: Turn, held: Held, holder: Holder, reason: fx.Reason) -> None:
             request=holder.request,
             session=holder.session,
             job=held.job,
-            epoch=held.epoch,
+            epoch=holder.epoch,
             restored=held.restored,
             waited=holder.waited,
             bytes_in=held.bytes_in,
@@ -210,17 +260,19 @@ def _active_request(held: Held, request: RequestId) -> Holder | None:
 def _with_holder(turn: Turn, held: Held, holder: Holder) -> Held:
     holders = tuple([holder if h.request == holder.request else h for h in held.holders])
     held = replace(held, holders=holders)
-    turn.set(occupancy=held)
+    turn.put_lease(held)
     return held
 
 
 def _yielded(held: Held, event: ev.LeaseYielded) -> tuple[Holder, ...] | None:
-    """The shares after the yield; None if it gives back none of this lease."""
-    if held.epoch != event.epoch or held.job != event.job:
-        return None
+    """The shares after the yield; None if it gives back none of this lease.
+
+    A share of a request that still waits for another group is not the caller's yet, nor its to yield.
+    """
     found, holders, on = False, list(held.holders), HolderState.ACTIVE
     for i, holder in enumerate(holders):
-        if holder.session == event.session and holder.state is on:
+        mine = holder.session == event.session and holder.epoch == event.epoch
+        if mine and holder.state is on and not holder.more:
             found = True
             holders[i] = replace(holder, state=HolderState.YIELDED, confirm_by=None)
     return tuple(holders) if found else None
@@ -229,8 +281,8 @@ def _yielded(held: Held, event: ev.LeaseYielded) -> tuple[Holder, ...] | None:
 def _rejection(group: Group, event: ev.LeaseYielded) -> Rejected:
     current = group.epoch
     data = {"group": group.id, "job": event.job, "epoch": str(event.epoch), "current_epoch": str(current)}
-    held = group.occupancy
-    is_current = isinstance(held, Held) and (held.job, held.epoch) == (event.job, event.epoch)
+    held = lease_with(group, event.job)
+    is_current = held is not None and event.epoch in (held.epoch, *(h.epoch for h in active(held)))
     if event.epoch <= 0 or event.epoch > current or is_current:
         return Rejected(
             fx.RefuseCode.NOT_HELD.value,

@@ -40,7 +40,16 @@ def attached(turn: Turn, event: ev.NodeAttached) -> None:
     hung = next((h for h in turn.group.hung if h.node == event.node), None)
     if hung is not None:
         turn.say(ReasonCode.RETRY, f"{event.node} is back, and is asked again for {hung.op}, which it owes")
-        turn.emit(fx.MakeResident(op=hung.op, node=hung.node, job=hung.job, epoch=hung.epoch, need=hung.need))
+        turn.emit(
+            fx.MakeResident(
+                op=hung.op,
+                node=hung.node,
+                job=hung.job,
+                epoch=hung.epoch,
+                need=hung.need,
+                freeze=hung.freeze,
+            )
+        )
         return
     old = view_of(turn.group, event.node)
     view = old or NodeView(node=event.node)
@@ -158,7 +167,8 @@ def left(turn: Turn, node: NodeId, why: str) -> None:
         views=tuple(v for v in turn.group.views if v.node != node),
         stuck=tuple(s for s in turn.group.stuck if s.node != node),
     )
-    lost = [c for c in view.facts.contexts if c.state in PARKED]
+    frozen = {held.job for held in turn.group.frozen}  # told to leave the device, so they may have by now
+    lost = [c for c in view.facts.contexts if c.state in PARKED or c.job in frozen]
     text = f" State of {names(c.job for c in lost)} is out of reach." if lost else ""
     turn.say(ReasonCode.NODE_LOST, f"{node} leaves the group: {why}.{text}")
     for context in lost:

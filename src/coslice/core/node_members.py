@@ -45,6 +45,7 @@ def on_registered(turn: NodeTurn, event: ev.MemberRegistered) -> None:
         parked=event.parked,
         part=event.part,
         divisible=event.divisible,
+        whole=event.whole,
     )
     where = "in host memory" if event.parked else "in part" if event.part else "on the device"
     what = f"with {mib(event.bytes)} {where}"

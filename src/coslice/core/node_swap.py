@@ -85,6 +85,9 @@ def _must_return(context: Context) -> bool:
 def _to_evict(held: Holdings, op: Operation, need: int) -> Context | None:
     """The least recently used job that has to go, if any. An unknown figure means that it cannot stay."""
     beside = others(held, op.job)
+    frozen = next((c for c in beside if c.job in op.freeze), None)
+    if frozen is not None:
+        return frozen
     if not beside or fits_beside(held, op.job, need, beside):
         return None
     unknown = next((c for c in beside if not taken(held, c)), None)
@@ -105,19 +108,22 @@ def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> None:
             f"the budget is {mib(held.host_budget)}; give the agent a larger one"
         )
         return fail(turn, op, ReasonCode.NO_ROOM, text, culprit=op.job)
-    why = (
-        f"{op.job} needs {mib(need)} of {mib(held.device_budget)}"
-        if need
-        else f"the need of {op.job} is not known"
-    )
-    if not held.device_budget:
-        why = "the size of the device is not known, so one job at a time"
     what = f"{mib(least)} of {mib(evictee.bytes)}" if least else mib(evictee.bytes)
-    turn.say(ReasonCode.EVICT, f"moving {evictee.job} out ({what}): {why}")
+    turn.say(ReasonCode.EVICT, f"moving {evictee.job} out ({what}): {_why(held, op, evictee, need)}")
     place = evictee.place
     assert isinstance(place, Live | Partly)
     touched = isinstance(place, Partly) or not place.whole
     return try_snapshot(turn, op.op, evictee, 1, touched=touched, least=least)
+
+
+def _why(held: Holdings, op: Operation, evictee: Context, need: int) -> str:
+    if evictee.job in op.freeze:
+        return "it is frozen in the middle of a phase"
+    if not held.device_budget:
+        return "the size of the device is not known, so one job at a time"
+    if need:
+        return f"{op.job} needs {mib(need)} of {mib(held.device_budget)}"
+    return f"the need of {op.job} is not known"
 
 
 def _part(held: Holdings, op: Operation, evictee: Context, need: int) -> int:
@@ -127,7 +133,7 @@ def _part(held: Holdings, op: Operation, evictee: Context, need: int) -> int:
     no room, another part follows, with some to spare.
     """
     lack = lacking(held, op.job, need, others(held, op.job))
-    if not lack or not evictee.divisible:
+    if not lack or not evictee.divisible or evictee.job in op.freeze:
         return 0
     place = evictee.place
     if not isinstance(place, Partly) and place != Live():

@@ -6,7 +6,7 @@ Called by ``core.group``. Each says plainly who is affected; ``Rejected`` names 
 from coslice.core import effects as fx
 from coslice.core import lease, sessions
 from coslice.core.effects import ReasonCode, RefuseCode
-from coslice.core.group_state import Empty, Held, is_lost, record_of, waiting
+from coslice.core.group_state import Empty, Held, is_lost, lease_with, record_of, waiting
 from coslice.core.ids import JobId
 from coslice.core.outcome import Rejected
 from coslice.core.turn import Turn
@@ -14,11 +14,11 @@ from coslice.core.turn import Turn
 
 def forget(turn: Turn, job: JobId) -> None:
     """Only a job that is over; whoever of it is lost for now is not expected any more."""
-    group, held = turn.group, turn.group.occupancy
+    group = turn.group
     record = record_of(group, job)
     known = record.sessions if record is not None else ()
     here = [s for s in known if not is_lost(group, s)]
-    if here or (isinstance(held, Held) and held.job == job):
+    if here or lease_with(group, job) is not None:
         why = f"runs, with {len(here)} connected process(es)" if here else f"holds group {group.id}"
         raise Rejected(
             RefuseCode.JOB_RUNNING.value,

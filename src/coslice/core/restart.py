@@ -41,6 +41,7 @@ def restarted(group: Group, now: float) -> Group:
         stuck=tuple(replace(s, retry_at=now + group.rules.stuck_retry) for s in group.stuck),
         waiters=tuple(_not_later(w, now) for w in group.waiters),
         occupancy=_restarted(group.occupancy, now),
+        frozen=tuple(replace(f, since=min(f.since, now)) for f in group.frozen),
         since=min(group.since, now),
         settle_by=None,
         reserved=None,

@@ -18,6 +18,7 @@ from coslice.core.group_state import (
     LostSession,
     SessionProcess,
     is_lost,
+    lease_with,
 )
 from coslice.core.ids import SessionId
 from coslice.core.turn import Turn
@@ -71,10 +72,8 @@ def ended(turn: Turn, session: SessionId, why: str, *, tell: bool) -> None:
     asks = turn.take_asks(session=session)
     waiting = f", {len(asks)} request(s) of it are removed" if asks else ""
     turn.say(ReasonCode.SESSION_EXPIRED, f"session {session} of {job} is over: {why}{waiting}")
-    held = turn.group.occupancy
-    if isinstance(held, Held) and held.job == job:
-        turn.take_back(held, why, session=session, tell=tell)
-        lease.settle(turn)
+    if (held := lease_with(turn.group, job)) is not None:
+        lease.settle(turn, turn.take_back(held, why, session=session, tell=tell))
 
 
 def bury(turn: Turn) -> None:

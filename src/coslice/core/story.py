@@ -17,6 +17,7 @@ from coslice.core.group_state import (
     active,
     blockers,
     context_of,
+    frozen_lease,
     given_up_at,
     missing,
     record_of,
@@ -47,6 +48,11 @@ def why_waiting(group: Group, job: JobId, now: float) -> list[str]:
         return [f"{job} does not wait for {group.id}.", *describe(group, now)]
     waiter = group.waiters[place]
     lines = [_place(group, waiter, place, now)]
+    if (frozen := frozen_lease(group, job)) is not None:
+        lines.append(
+            f"It is frozen in the middle of a phase ({frozen.phase or 'unnamed'}): it held the lock for "
+            f"{group.rules.max_hold:g} s while others waited. It goes on in its turn."
+        )
     if (until := given_up_at(group, (a.session for a in waiter.asks))) is not None:
         lines.append(
             f"Its connection is lost: passed over, and removed in {_left(until, now)} unless it returns."

@@ -39,7 +39,7 @@ from coslice.core.prose import names, size
 from coslice.core.turn import Turn
 
 
-def needs_command(view: NodeView, job: JobId, *, last: JobId | None) -> bool:
+def needs_command(group: Group, view: NodeView, job: JobId, *, last: JobId | None) -> bool:
     """Must the node's agent be asked before ``job`` may run there?
 
     Not if it is connected, has answered all we asked, nobody else held the lock last, and it says that the
@@ -49,10 +49,19 @@ def needs_command(view: NodeView, job: JobId, *, last: JobId | None) -> bool:
     """
     if not view.attached or view.outstanding or (last is not None and last != job):
         return True
+    if group.frozen and any(
+        c.job in _to_freeze(group, job) and c.state in ON_DEVICE for c in view.facts.contexts
+    ):
+        return True
     context = context_of(view, job)
     if context is not None and context.state is not ContextState.LOST:
         return context.state is not ContextState.LIVE
     return bool([c for c in view.facts.contexts if c.state in ON_DEVICE])
+
+
+def _to_freeze(group: Group, job: JobId) -> tuple[JobId, ...]:
+    """Whoever is in the middle of a phase, and would go on computing beside ``job``."""
+    return tuple([held.job for held in group.frozen if held.job != job])
 
 
 def begin(turn: Turn, choice: Choice) -> None:
@@ -60,7 +69,7 @@ def begin(turn: Turn, choice: Choice) -> None:
     waiter, last, group = choice.waiter, occupant(turn.group), turn.group
     epoch = Epoch(group.epoch + 1)
     waiters = tuple([w for w in group.waiters if w.job != waiter.job])
-    pending = tuple([v.node for v in group.views if needs_command(v, waiter.job, last=last)])
+    pending = tuple([v.node for v in group.views if needs_command(group, v, waiter.job, last=last)])
     if not pending:
         turn.set(epoch=epoch, waiters=waiters)
         reason = _why_without_command(turn.group, waiter.job, last)
@@ -92,7 +101,7 @@ def rebegin(turn: Turn, swap: Swapping, why: str) -> None:
     pending = tuple(
         v.node
         for v in turn.group.views
-        if v.node in swap.pending or needs_command(v, swap.incoming, last=swap.outgoing)
+        if v.node in swap.pending or needs_command(turn.group, v, swap.incoming, last=swap.outgoing)
     )
     done = tuple(n for n in turn.group.nodes if n not in pending)
     swap = replace(swap, epoch=epoch, pending=pending, done=done)
@@ -107,7 +116,7 @@ def hang(turn: Turn, node: NodeId) -> Hung | None:
     if not isinstance(swap, Swapping):
         return None
     told = _make_resident(turn.group, swap, node)
-    return Hung(op=told.op, node=node, job=told.job, epoch=told.epoch, need=told.need)
+    return Hung(op=told.op, node=node, job=told.job, epoch=told.epoch, need=told.need, freeze=told.freeze)
 
 
 def commands(group: Group) -> tuple[fx.MakeResident, ...]:
@@ -255,7 +264,7 @@ def follow(turn: Turn, view: NodeView, *, attached: bool) -> None:
     """
     swap, node = turn.group.occupancy, view.node
     if isinstance(swap, Held):
-        if attached and needs_command(view, swap.job, last=swap.job):
+        if attached and needs_command(turn.group, view, swap.job, last=swap.job):
             _command(turn, swap, (node,))
         return
     if not isinstance(swap, Swapping):
@@ -266,7 +275,8 @@ def follow(turn: Turn, view: NodeView, *, attached: bool) -> None:
         return
     context = context_of(view, swap.incoming)
     parked = context is not None and context.state in PARKED
-    if parked or (node not in swap.done and needs_command(view, swap.incoming, last=swap.outgoing)):
+    asked = node not in swap.done and needs_command(turn.group, view, swap.incoming, last=swap.outgoing)
+    if parked or asked:
         nodes = tuple(n for n in turn.group.nodes if n in swap.pending or n == node)
         swap = replace(swap, pending=nodes, done=tuple(n for n in swap.done if n != node))
         turn.set(occupancy=swap)
@@ -390,7 +400,12 @@ def _make_resident(group: Group, now: Swapping | Held, node: NodeId) -> fx.MakeR
     need = now.need if isinstance(now, Swapping) else record.need if record is not None else 0
     job = now.incoming if isinstance(now, Swapping) else now.job
     return fx.MakeResident(
-        op=op_id(group.id, now.epoch, node), node=node, job=job, epoch=now.epoch, need=need
+        op=op_id(group.id, now.epoch, node),
+        node=node,
+        job=job,
+        epoch=now.epoch,
+        need=need,
+        freeze=_to_freeze(group, job),
     )
 
 

@@ -6,7 +6,15 @@ Used only inside ``core``, within a single call of ``step``; from outside, ``ste
 from msgspec.structs import replace
 
 from coslice.core import effects as fx
-from coslice.core.group_state import Group, Held, HolderState, JobRecord, NodeView, Swapping
+from coslice.core.group_state import (
+    Group,
+    Held,
+    HolderState,
+    JobRecord,
+    NodeView,
+    Swapping,
+    frozen_lease,
+)
 from coslice.core.ids import JobId, SessionId
 from coslice.core.outcome import Step
 from coslice.core.policy.base import Ask, Waiter
@@ -63,7 +71,7 @@ class Turn:
             if not gone:
                 return waiter
             asks = tuple(a for a in waiter.asks if a not in gone)
-            return replace(waiter, asks=asks) if asks else None
+            return replace(waiter, asks=asks) if asks or frozen_lease(self.group, waiter.job) else None
 
         swap = self.group.occupancy
         if isinstance(swap, Swapping) and swap.waiter is not None:
@@ -74,13 +82,44 @@ class Turn:
         return tuple(taken)
 
     def refuse(self, job: JobId, code: fx.RefuseCode, reason: str) -> None:
-        """Answer every open request of a job with a refusal."""
+        """Answer every open request of a job with a refusal; a lease of it that is frozen is over."""
         for ask in self.take_asks(job=job):
             self.emit(fx.Refuse(request=ask.request, session=ask.session, code=code, reason=reason))
+        if (held := frozen_lease(self.group, job)) is not None:
+            self.take_back(held, reason)
+            self.drop_frozen(job)
+
+    def put_lease(self, held: Held) -> None:
+        """Store a changed lease where it is: held, or frozen."""
+        on = self.group.occupancy
+        if isinstance(on, Held) and on.job == held.job:
+            self.set(occupancy=held)
+        else:
+            self.set(frozen=tuple(held if f.job == held.job else f for f in self.group.frozen))
+
+    def thaw(self, job: JobId) -> None:
+        """Its lease is frozen no more. Whoever of it is not connected has a grace from now on: it was not
+        counted before."""
+        grace = self.at + self.group.rules.session_grace
+        mine = {h.session for f in self.group.frozen if f.job == job for h in f.holders}
+        self.set(
+            frozen=tuple(f for f in self.group.frozen if f.job != job),
+            lost=tuple(replace(s, deadline=grace) if s.session in mine else s for s in self.group.lost),
+        )
+
+    def drop_frozen(self, job: JobId) -> None:
+        """Nobody of a frozen lease is left: with it goes the place in the queue that it had, unless somebody
+        else of the job asked for one."""
+        self.thaw(job)
+        on = self.group.occupancy
+        if isinstance(on, Swapping) and on.incoming == job and on.waiter is not None and not on.waiter.asks:
+            self.set(occupancy=replace(on, waiter=None))
+        if any(w.job == job and not w.asks for w in self.group.waiters):
+            self.set(waiters=tuple(w for w in self.group.waiters if w.job != job or w.asks))
 
     def take_back(
         self, held: Held, reason: str, *, session: SessionId | None = None, tell: bool = True
-    ) -> None:
+    ) -> Held:
         """Mark the shares of all who hold the lease (or of one session) gone, and tell them so."""
         told: set[SessionId] = set()
         holders = []
@@ -90,6 +129,10 @@ class Turn:
                 continue
             if tell and holder.session not in told:
                 told.add(holder.session)
-                self.emit(fx.LoseLease(session=holder.session, job=held.job, epoch=held.epoch, reason=reason))
+                self.emit(
+                    fx.LoseLease(session=holder.session, job=held.job, epoch=holder.epoch, reason=reason)
+                )
             holders.append(replace(holder, state=HolderState.GONE, confirm_by=None))
-        self.set(occupancy=replace(held, holders=tuple(holders)))
+        held = replace(held, holders=tuple(holders))
+        self.put_lease(held)
+        return held

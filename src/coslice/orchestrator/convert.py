@@ -159,6 +159,7 @@ def facts(residency: pb.Residency, accelerator: str) -> ev.NodeFacts:
             pids=tuple(context.pids),
             incarnation=Incarnation(context.incarnation),
             reason=context.reason,
+            whole=context.whole,
         )
         for context in residency.contexts
         if context.state in _STATE_OF
@@ -219,6 +220,7 @@ def make_resident(group: GroupId, effect: fx.MakeResident, traceparent: str = ""
             job=effect.job,
             need_bytes=effect.need,
             traceparent=traceparent,
+            freeze=effect.freeze,
         )
     )
 
@@ -232,6 +234,7 @@ def node_status(node: NodeId, attached: bool, known: ev.NodeFacts) -> pb.NodeSta
             pids=context.pids,
             reason=context.reason,
             incarnation=context.incarnation,
+            whole=context.whole,
         )
         for context in known.contexts
     ]

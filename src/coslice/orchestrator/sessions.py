@@ -135,9 +135,12 @@ class Session:
         self.send(answer)
 
     def forget_lease(self, group: GroupId, epoch: Epoch) -> None:
-        """Yielded: its request needs no confirmation any more."""
+        """Yielded: its request needs no confirmation any more. (One that waits for another group, too, has a
+        share of its own.)"""
         for asked in list(self.asked.values()):
-            if any((lease.group, lease.epoch) == (group, epoch) for lease in asked.taken):
+            if asked.next is None and any(
+                (lease.group, lease.epoch) == (group, epoch) for lease in asked.taken
+            ):
                 self.asked.pop(asked.request)
 
 

@@ -11,9 +11,11 @@ from coslice.core.group_state import (
     Resident,
     Swapping,
     active,
+    frozen_lease,
     given_up_at,
     is_lost,
     occupant,
+    share_of,
 )
 from coslice.core.ids import Epoch, JobId, RequestId, SessionId
 from coslice.core.policy import Waiter
@@ -23,16 +25,15 @@ from coslice.wire.v1 import coslice_pb2 as pb
 
 def lease_of(group: Group, session: SessionId) -> Epoch | None:
     """The epoch of the lease that this session shares, if it does."""
-    held = group.occupancy
-    if isinstance(held, Held) and any(holder.session == session for holder in active(held)):
-        return held.epoch
-    return None
+    share = share_of(group, session)
+    return None if share is None else share.epoch
 
 
 def holds(group: Group, request: RequestId) -> bool:
     """Was the lease granted to this request, and is it still its own?"""
     held = group.occupancy
-    return isinstance(held, Held) and any(holder.request == request for holder in active(held))
+    leases = (held, *group.frozen) if isinstance(held, Held) else group.frozen
+    return any(holder.request == request for lease in leases for holder in active(lease))
 
 
 def knows(group: Group, session: SessionId) -> bool:
@@ -99,6 +100,7 @@ def _waiter(group: Group, waiter: Waiter, why: list[str], now: float) -> pb.Wait
         waited_s=max(0.0, now - waiter.since),
         reason=" ".join(why),
         request=waiter.asks[0].request if waiter.asks else "",
+        frozen=frozen_lease(group, waiter.job) is not None,
         lost_left_s=_lost_left(group, (a.session for a in waiter.asks), now),
     )
 

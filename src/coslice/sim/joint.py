@@ -33,6 +33,8 @@ class Setup(Struct, frozen=True, kw_only=True):
     capacity: int
     divisible: frozenset[JobId] = frozenset()
     """Jobs that can move a part of their state and leave the rest."""
+    whole: frozenset[JobId] = frozenset()
+    """Jobs whose processes can be frozen in the middle of a phase."""
     instant: bool = False
     """What a client says is heard as it is said; only the way back takes time."""
 
@@ -61,7 +63,7 @@ class World:
             n: Node(
                 n,
                 {
-                    g: Served(g, n, setup.node_rules, setup.capacity, story, setup.divisible)
+                    g: Served(g, n, setup.node_rules, setup.capacity, story, setup.divisible, setup.whole)
                     for g in setup.groups
                 },
             )
@@ -107,8 +109,10 @@ class World:
         return [c for c in self.clients.values() if c.job == job]
 
     def inside(self, group: GroupId, job: JobId) -> bool:
-        """Does code of the job run on this group's accelerators?"""
-        return any(c.job == job and group in c.using for c in self.clients.values())
+        """Does code of the job run on this group's accelerators, such that its state cannot leave?"""
+        return job not in self.setup.whole and any(
+            c.job == job and group in c.using for c in self.clients.values()
+        )
 
     def is_current(self, client: Client, group: GroupId) -> bool:
         """Is the client's lease the one that counts?"""
@@ -164,8 +168,10 @@ class World:
         self.compute(client)
 
     def compute(self, client: Client) -> None:
+        """What is frozen stands still. (That it holds no lease meanwhile is checked of every state.)"""
+        stands = client.job in self.setup.whole
         for group, name in client.on:
-            self.nodes[name].served[group].device.compute(client.job, name)
+            self.nodes[name].served[group].device.compute(client.job, name, stands=stands)
 
     def leave(self, client: Client) -> None:
         self.client_says(client, client.leave())
@@ -344,6 +350,11 @@ class World:
             device, mine = served.device, served.device.of(grant.job)
             if any(p.parked or p.away for p in mine):
                 raise Violation(f"2: {grant.job} is granted {group}, but parked on {node.name}")
+            for lease in self.shell.locks[group].frozen:
+                if any(not p.parked for p in device.of(lease.job)):
+                    raise Violation(
+                        f"1: {lease.job} is frozen, and computes on {node.name} beside {grant.job}"
+                    )
             if mine and device.total(but=grant.job) + device.need(grant.job) > device.capacity:
                 raise Violation(f"3: {grant.job} is granted {group}, and may outgrow {node.name}")
 

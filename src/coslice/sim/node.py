@@ -48,6 +48,7 @@ class Served:
         "out",
         "pids",
         "story",
+        "whole",
     )
 
     def __init__(
@@ -58,9 +59,10 @@ class Served:
         capacity: int,
         story: Story,
         divisible: frozenset[JobId] = frozenset(),
+        whole: frozenset[JobId] = frozenset(),
     ) -> None:
-        """``divisible``: jobs that can move a part of their state."""
-        self.divisible = divisible
+        """``divisible``: jobs that can move a part of their state; ``whole``: that can be frozen."""
+        self.divisible, self.whole = divisible, whole
         self.group, self.story, self.name = group, story, f"{node}/{group}"
         self.holdings = Holdings(group=group, node=node, device_budget=capacity, rules=rules)
         self._facts = (self.holdings, facts(self.holdings))
@@ -219,6 +221,7 @@ class Served:
                 parked=process.parked,
                 part=process.away > 0,
                 divisible=process.job in self.divisible,
+                whole=process.job in self.whole,
             )
         )
 
@@ -460,7 +463,12 @@ class Node:
             return
         served, command = self.served[told.group], told.command
         event = ev.MakeResidentCommanded(
-            at=served.at, op=command.op, epoch=command.epoch, job=command.job, need=command.need
+            at=served.at,
+            op=command.op,
+            epoch=command.epoch,
+            job=command.job,
+            need=command.need,
+            freeze=command.freeze,
         )
         if not served.hear(event):
             self._refuse(served, command)

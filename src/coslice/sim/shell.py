@@ -16,7 +16,7 @@ from coslice.core import events as ev
 from coslice.core import group as core
 from coslice.core.effects import RefuseCode
 from coslice.core.group import Group, Held
-from coslice.core.group_state import active, open_asks
+from coslice.core.group_state import open_asks, share_of
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
 from coslice.core.invariants import InvariantBroken, check_group_step
 from coslice.core.outcome import Rejected
@@ -275,7 +275,7 @@ class Shell:
                 problem = refusal
                 continue
             for request, asked in list(person.asked.items()):
-                if (group, epoch) in asked.taken:
+                if (group, epoch) in asked.taken and len(asked.taken) == len(asked.groups):
                     del person.asked[request]
         if problem is None:
             self._say(session, wire.Yielded(message.ident))
@@ -385,10 +385,8 @@ class Shell:
 
 def lease_of(group: Group, session: SessionId) -> Epoch | None:
     """The epoch of the lease that this session shares, if it does."""
-    held = group.occupancy
-    if isinstance(held, Held) and any(h.session == session for h in active(held)):
-        return held.epoch
-    return None
+    share = share_of(group, session)
+    return None if share is None else share.epoch
 
 
 def _check_kept(group: GroupId, before: Group, after: Group) -> None:
@@ -400,3 +398,5 @@ def _check_kept(group: GroupId, before: Group, after: Group) -> None:
         held, now = before.occupancy, after.occupancy
         if not isinstance(now, Held) or (now.epoch, now.job) != (held.epoch, held.job):
             raise Violation(f"6: {group} lost lease {held.epoch} of {held.job} in a restart")
+    if [(f.job, f.epoch) for f in before.frozen] != [(f.job, f.epoch) for f in after.frozen]:
+        raise Violation(f"6: {group} lost a frozen lease in a restart")

@@ -12,7 +12,7 @@ from coslice.core import events as ev
 from coslice.core.context import NodeRules, find
 from coslice.core.effects import RefuseCode, RunSnapshot
 from coslice.core.group import GroupRules, Held
-from coslice.core.group_state import occupant, view_of
+from coslice.core.group_state import frozen_lease, occupant, view_of
 from coslice.core.ids import Epoch, GroupId, JobId, NodeId, SessionId
 from coslice.core.policy import NAMES
 from coslice.sim import wire
@@ -29,6 +29,7 @@ NODE_LOSS = 60.0
 
 def setup_for(rng: Random) -> Setup:
     """What kind of cluster the seed has."""
+    freezing = rng.random() < 0.3
     groups = 2 if rng.random() < 0.25 else 1
     nodes = rng.choice((1, 1, 2, 2, 3))
     jobs = rng.choice((2, 3, 3, 4))
@@ -38,10 +39,10 @@ def setup_for(rng: Random) -> Setup:
         jobs=tuple(JobId("abcd"[i]) for i in range(jobs)),
         rules=GroupRules(
             quantum=20.0,
-            max_hold=rng.choice((60.0, 200.0)),
+            max_hold=rng.choice((10.0, 60.0)) if freezing else rng.choice((60.0, 200.0)),
             on_overrun=rng.choice(("evict", "evict", "warn")),
             node_loss=NODE_LOSS,
-            op_timeout=rng.choice((60.0, 900.0)),
+            op_timeout=900.0 if freezing else rng.choice((60.0, 900.0)),
             stuck_retry=15.0,
             max_attempts=rng.choice((2, 3)),
         ),
@@ -56,6 +57,7 @@ def setup_for(rng: Random) -> Setup:
         policy=rng.choice(("fifo", *NAMES)),
         capacity=CAPACITY,
         divisible=frozenset(JobId(name) for name in "abcd" if rng.random() < 0.5),
+        whole=frozenset(JobId(name) for name in "abcd" if freezing and rng.random() < 0.7),
     )
 
 
@@ -314,7 +316,8 @@ class Storm:
     def _works(self, client: Client) -> None:
         world, rng = self.world, self.rng
         draw = rng.random()
-        if draw < 0.4:
+        frozen = any(frozen_lease(world.shell.locks[g], client.job) is not None for g in client.using)
+        if draw < (0.03 if frozen else 0.15 if client.job in world.setup.whole else 0.4):
             world.leave(client)
             return
         world.compute(client)
@@ -323,7 +326,8 @@ class Storm:
         group, name = rng.choice(client.on)
         node = world.nodes[name]
         served = node.served[group]
-        if not world.is_current(client, group) or not node.alive or node.hung:
+        stands = frozen_lease(world.shell.locks[group], client.job) is not None
+        if stands or not world.is_current(client, group) or not node.alive or node.hung:
             return
         size = rng.randint(1, 60) * MIB
         if not served.device.of(client.job):
@@ -451,6 +455,7 @@ class Storm:
                 epoch=told.command.epoch,
                 job=told.command.job,
                 need=told.command.need,
+                freeze=told.command.freeze,
             )
             at.hear(event, done=done)
 

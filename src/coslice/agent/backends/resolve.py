@@ -142,6 +142,13 @@ class Backends:
     def choose(self, members: Sequence[Member], *, explicit: str = "") -> Backend:
         return self.named(self.name_for(members, explicit=explicit))
 
+    def freezes(self, member: Member) -> bool:
+        """Will its backend move it as it is, whatever it is doing?"""
+        try:
+            return self.choose([member]).capabilities().whole_process
+        except (ConfigError, MoveError):
+            return False
+
     async def _chosen(self, members: Sequence[Member], explicit: str = "") -> Backend:
         try:
             name = self.name_for(members, explicit=explicit)

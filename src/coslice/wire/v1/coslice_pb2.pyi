@@ -784,12 +784,15 @@ class WaiterStatus(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     REQUEST_FIELD_NUMBER: builtins.int
     LOST_LEFT_S_FIELD_NUMBER: builtins.int
+    FROZEN_FIELD_NUMBER: builtins.int
     job: builtins.str
     waited_s: builtins.float
     reason: builtins.str
     request: builtins.str
     lost_left_s: builtins.float
     """nobody of it is connected; its place is kept for so many seconds"""
+    frozen: builtins.bool
+    """in the middle of a phase: it goes on when its turn comes"""
     def __init__(
         self,
         *,
@@ -798,9 +801,10 @@ class WaiterStatus(google.protobuf.message.Message):
         reason: builtins.str = ...,
         request: builtins.str = ...,
         lost_left_s: builtins.float | None = ...,
+        frozen: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "lost_left_s", b"lost_left_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "job", b"job", "lost_left_s", b"lost_left_s", "reason", b"reason", "request", b"request", "waited_s", b"waited_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_lost_left_s", b"_lost_left_s", "frozen", b"frozen", "job", b"job", "lost_left_s", b"lost_left_s", "reason", b"reason", "request", b"request", "waited_s", b"waited_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lost_left_s", b"_lost_left_s"]) -> typing.Literal["lost_left_s"] | None: ...
 
 Global___WaiterStatus: typing_extensions.TypeAlias = WaiterStatus
@@ -1280,12 +1284,15 @@ class Context(google.protobuf.message.Message):
     PIDS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
     job: builtins.str
     state: Global___ContextState.ValueType
     bytes: builtins.int
     """registered state"""
     reason: builtins.str
     incarnation: builtins.str
+    whole: builtins.bool
+    """its processes can be frozen as they are, in the middle of a phase"""
     @property
     def pids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -1297,8 +1304,9 @@ class Context(google.protobuf.message.Message):
         pids: collections.abc.Iterable[builtins.int] | None = ...,
         reason: builtins.str = ...,
         incarnation: builtins.str = ...,
+        whole: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "incarnation", b"incarnation", "job", b"job", "pids", b"pids", "reason", b"reason", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "incarnation", b"incarnation", "job", b"job", "pids", b"pids", "reason", b"reason", "state", b"state", "whole", b"whole"]) -> None: ...
 
 Global___Context: typing_extensions.TypeAlias = Context
 
@@ -1469,6 +1477,7 @@ class MakeResident(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     NEED_BYTES_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    FREEZE_FIELD_NUMBER: builtins.int
     op: builtins.str
     group: builtins.str
     epoch: builtins.int
@@ -1477,6 +1486,10 @@ class MakeResident(google.protobuf.message.Message):
     """declared; 0: unknown"""
     traceparent: builtins.str
     """of the swap, for the agent's spans; empty: none"""
+    @property
+    def freeze(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """jobs that must leave though there be room: they are in the middle of a phase"""
+
     def __init__(
         self,
         *,
@@ -1486,8 +1499,9 @@ class MakeResident(google.protobuf.message.Message):
         job: builtins.str = ...,
         need_bytes: builtins.int = ...,
         traceparent: builtins.str = ...,
+        freeze: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "group", b"group", "job", b"job", "need_bytes", b"need_bytes", "op", b"op", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "freeze", b"freeze", "group", b"group", "job", b"job", "need_bytes", b"need_bytes", "op", b"op", "traceparent", b"traceparent"]) -> None: ...
 
 Global___MakeResident: typing_extensions.TypeAlias = MakeResident
 
