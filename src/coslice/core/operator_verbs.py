@@ -49,8 +49,9 @@ def evict(turn: Turn, job: JobId, because: str, by: str) -> None:
             group=group.id,
             job=job,
         )
+    hint = "; it may ask again" if by == "an operator" else ""
     turn.say(ReasonCode.EVICTED, f"{job} gives way: {why}")
-    turn.refuse(job, RefuseCode.FAILED, f"its place for group {group.id}: {why}; it may ask again")
+    turn.refuse(job, RefuseCode.FAILED, f"its place for group {group.id}: {why}{hint}")
     if isinstance(held, Held) and held.job == job:
         lease.revoke(turn, held, why)
 

@@ -4,10 +4,12 @@
 it.
 """
 
+import math
 from typing import Literal
 
 from msgspec import Struct
 
+from coslice.admission.model import MODES, Mode
 from coslice.core.group_state import GroupRules
 from coslice.core.ids import check_name
 from coslice.core.policy import policy_named
@@ -27,6 +29,10 @@ class GroupConfig(Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] | None = None
     """None: nodes join when their agents offer the group."""
     policy: str = "fifo"
+    admission: Mode = "off"
+    """``warn`` says when members slow each other down beyond ``max_slowdown``, ``enforce`` sees to it that
+    they do not (docs/planning.md)."""
+    max_slowdown: float = 1.10
 
 
 class OrchestratorConfig(Struct, frozen=True, kw_only=True):
@@ -60,7 +66,11 @@ class OrchestratorConfig(Struct, frozen=True, kw_only=True):
     open_groups: bool = True
     """An agent that offers a group nobody configured creates it."""
     default_policy: str = "fifo"
-    """Of groups that agents create."""
+    """Of groups that agents create, as the next two."""
+    default_admission: Mode = "off"
+    default_max_slowdown: float = 1.10
+    queue_limit: float = 3600.0
+    """Seconds that admission keeps a member waiting for room, at most."""
     session_grace: float = 10.0
     resettle: float = 1.5
     """After a restart no grant passes over a client that is not back yet, for that long at most."""
@@ -110,8 +120,10 @@ def check(config: OrchestratorConfig) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     seen: set[str] = set()
+    _check_admission(config.default_admission, config.default_max_slowdown)
     for group in config.groups:
         try:
+            _check_admission(group.admission, group.max_slowdown)
             check_name("group", group.id)
             policy_named(group.policy)
             for node in group.nodes or ():
@@ -129,6 +141,7 @@ def check(config: OrchestratorConfig) -> None:
         "max_hold",
         "node_loss",
         "op_timeout",
+        "queue_limit",
         "hello_timeout",
         "keepalive",
         "leader_ttl",
@@ -143,6 +156,13 @@ def check(config: OrchestratorConfig) -> None:
     if config.advertise:
         split_address(config.advertise)
     _check_listen(config)
+
+
+def _check_admission(mode: str, max_slowdown: float) -> None:
+    if mode not in MODES:
+        raise ConfigError(f"admission: {mode!r} is none of {', '.join(MODES)}")
+    if not 1.0 <= max_slowdown < math.inf:
+        raise ConfigError(f"max_slowdown is {max_slowdown}: a ratio to the time alone, 1 or more")
 
 
 def _check_listen(config: OrchestratorConfig) -> None:

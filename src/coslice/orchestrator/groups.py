@@ -164,7 +164,13 @@ class Groups:
             self._observer.deleted(lock.id)
 
     def _config_of(self, name: str) -> GroupConfig:
-        return self._configured.get(name) or GroupConfig(id=name, policy=self._config.default_policy)
+        default = self._config
+        return self._configured.get(name) or GroupConfig(
+            id=name,
+            policy=default.default_policy,
+            admission=default.default_admission,
+            max_slowdown=default.default_max_slowdown,
+        )
 
     def _open(self, config: GroupConfig, slot: Slot[Group]) -> GroupLock:
         now, policy = self._clock.now(), policy_named(config.policy)

@@ -4,6 +4,8 @@ Called by ``Groups``, beside the journal: log, metrics, traces. Decides nothing,
 that nobody watches.
 """
 
+from collections.abc import Callable
+
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.group_state import Group
@@ -13,12 +15,20 @@ from coslice.observe import decisions
 from coslice.orchestrator.metrics import Meter, Pushed
 from coslice.orchestrator.traces import Traces
 
+Heard = Callable[[ev.GroupEvent, Step[Group, fx.GroupEffect]], None]
+
 
 class Observer:
-    """``pushed`` None: no metrics; ``traces`` None: no traces."""
+    """``pushed`` None: no metrics; ``traces`` None: no traces. ``admission`` hears the same."""
 
-    def __init__(self, pushed: Pushed | None = None, traces: Traces | None = None) -> None:
-        self._pushed, self.traces = pushed, traces
+    def __init__(
+        self,
+        pushed: Pushed | None = None,
+        traces: Traces | None = None,
+        *,
+        admission: Heard | None = None,
+    ) -> None:
+        self._pushed, self.traces, self._admission = pushed, traces, admission
         self._meters: dict[GroupId, Meter] = {}
 
     def opened(self, state: Group) -> None:
@@ -33,6 +43,8 @@ class Observer:
             meter.heard(event, step)
         if self.traces is not None:
             self.traces.heard(event, step)
+        if self._admission is not None:
+            self._admission(event, step)
 
     def deleted(self, group: GroupId) -> None:
         meter = self._meters.pop(group, None)

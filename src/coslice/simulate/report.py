@@ -126,17 +126,23 @@ def _job(engine: Engine, run: Run) -> JobReport | None:
     solo = run.alone()
     solo_ends = [solo.ends[first - 1] if first else 0.0, *solo.ends[first:]]
     count = len(ends) - 1
-    few = min(10, count)
     return JobReport(
         steps=count,
         step_s=(ends[-1] - ends[0]) / count,
         solo_step_s=(solo_ends[-1] - solo_ends[0]) / count,
         slowdown=_ratio(ends, solo_ends, 0, count),
-        worst10=max(_ratio(ends, solo_ends, k, k + few) for k in range(count - few + 1)),
+        worst10=max(rolling(ends, solo_ends)),
         solo_duty=max(solo.duty.values()),
         starts=run.starts,
         wait=spread(run.waits),
     )
+
+
+def rolling(ends: Sequence[float], solo: Sequence[float], *, steps: int = 10) -> list[float]:
+    """The slowdown of every ``steps`` steps in a row (of all, if they are fewer). Both sequences have the ends
+    of the same steps and, first, the end of the step before; at least two values each."""
+    few = min(steps, len(ends) - 1)
+    return [_ratio(ends, solo, k, k + few) for k in range(len(ends) - few)]
 
 
 def _ratio(ends: Sequence[float], solo: Sequence[float], first: int, last: int) -> float:

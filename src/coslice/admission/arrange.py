@@ -1,0 +1,141 @@
+"""The least that has to change so that everybody in a group keeps the bound. Pure; may take a second.
+
+In this order: nothing; another policy, so that turns come in another order; one job less, the newest that
+suffices; two, and so on, always those that came last. Who came before never makes room for somebody who is not
+admitted yet.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from coslice.admission.outlook import Outlook, Player, alone, outlook, overloaded
+from coslice.core.ids import JobId
+from coslice.plan.rules import too_slow
+from coslice.plan.units import Unit, unit_of
+
+OTHERS = ("fair_share", "shortest", "reservation", "reservation:idle=0.5", "fifo")
+FOR_PAIRS = ("reservation", "reservation:idle=0.5")
+"""With two jobs there is never a choice when the lock becomes free: only who keeps it free makes a difference."""
+PAIRS_UP_TO = 5
+"""Of more jobs than that, only the newest ones are tried without, not every pair."""
+
+
+class Question(Struct, frozen=True, kw_only=True):
+    """``players``: in the order in which they came. ``newcomers`` are among them, and not admitted yet."""
+
+    players: tuple[Player, ...]
+    newcomers: tuple[JobId, ...] = ()
+    policy: str
+    """In force now."""
+    base: str
+    """What is configured, or an operator set: preferred where it fits."""
+    swap_s: float
+    version: int = 0
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    keep: tuple[JobId, ...]
+    drop: tuple[JobId, ...]
+    """The newest first."""
+    policy: str
+    outlook: Outlook
+    """Of those who stay."""
+    now: Outlook | None
+    """Of all of them under the policy in force; None: more than the accelerators have, not played."""
+    why: str
+    """Why all together, as they are, do not keep the bound; empty: they do."""
+
+
+def arrange(question: Question) -> Plan:
+    everybody = question.players
+    now, why = _as_it_is(question)
+    for some in _subsets(everybody, set(question.newcomers)):
+        kept = {player.job for player in some}
+        if len(some) == len(everybody) and now is not None and not why and question.policy == question.base:
+            found: Outlook | None = now
+        else:
+            found = _best(some, question, now if len(some) == len(everybody) else None)
+        if found is None:
+            continue
+        return Plan(
+            keep=tuple(player.job for player in some),
+            drop=tuple(player.job for player in reversed(everybody) if player.job not in kept),
+            policy=found.policy,
+            outlook=found,
+            now=now,
+            why=why,
+        )
+    raise AssertionError("one job alone keeps every bound")
+
+
+def _as_it_is(question: Question) -> tuple[Outlook | None, str]:
+    everybody = question.players
+    if len(everybody) > 1 and overloaded(everybody):
+        total = sum(player.duty for player in everybody)
+        bound = max(player.bound for player in everybody)
+        return None, (
+            f"together they would compute {total:.1%} of the time: that slows them down {total:.2f} x on "
+            f"average, and the bound is {bound:.2f}"
+        )
+    now = outlook(everybody, policy=question.policy, swap_s=question.swap_s)
+    return now, "" if now.fits(everybody) else words(everybody, now, question.swap_s)
+
+
+def words(players: Sequence[Player], seen: Outlook, swap_s: float) -> str:
+    """Who would be slowed down most, and by whom; as ``coslice plan`` says it."""
+    victim = max(players, key=lambda player: seen.slowdown[player.job] / player.bound)
+    if seen.slowdown[victim.job] <= victim.bound:
+        victim = min(players, key=lambda player: seen.within[player.job])
+        return (
+            f"{1 - seen.within[victim.job]:.0%} of {victim.job}'s rolling means over ten steps would be above "
+            f"its bound of {victim.bound:.2f} x (on average {seen.slowdown[victim.job]:.2f} x)"
+        )
+    unit = _unit(victim, swap_s)
+    others = [_unit(player, swap_s) for player in players if player.job != victim.job]
+    longest = max(others, key=lambda other: other.turn_s)
+    return too_slow(unit, longest, (seen.slowdown[victim.job], 0.0))
+
+
+def _unit(player: Player, swap_s: float) -> Unit:
+    pool, half = player.profile.pools[0], swap_s / 2
+    return unit_of(player.profile, pool, max_slowdown=player.bound, out_s=half, in_s=half)
+
+
+def _best(some: Sequence[Player], question: Question, now: Outlook | None) -> Outlook | None:
+    """Under a policy that keeps everybody's bound: the preferred one, or else where most is computed."""
+    if len(some) < 2:
+        return alone(some, question.base)
+    if overloaded(some):
+        return None
+    others = [policy for policy in (FOR_PAIRS if len(some) == 2 else OTHERS) if policy != question.policy]
+    first = dict.fromkeys((question.base, question.policy))
+    for policy in first:
+        seen = (
+            now
+            if now is not None and now.policy == policy
+            else outlook(some, policy=policy, swap_s=question.swap_s)
+        )
+        if seen.fits(some):
+            return seen
+    played = [
+        outlook(some, policy=policy, swap_s=question.swap_s) for policy in others if policy not in first
+    ]
+    fitting = [seen for seen in played if seen.fits(some)]
+    return max(fitting, key=lambda seen: seen.useful_duty, default=None)
+
+
+def _subsets(players: Sequence[Player], newcomers: set[JobId]) -> Iterator[tuple[Player, ...]]:
+    """From all of them down to one, those that lack newer jobs first."""
+    count = len(players)
+    for less in range(count):
+        if count <= PAIRS_UP_TO or less <= 1:
+            absent: Iterator[tuple[int, ...]] = itertools.combinations(range(count - 1, -1, -1), less)
+        else:
+            absent = iter([tuple(range(count - 1, count - 1 - less, -1))])
+        for missing in absent:
+            gone = {players[k].job for k in missing}
+            if gone - newcomers and newcomers - gone:
+                continue  # nobody makes room for somebody who is not admitted yet
+            yield tuple(player for player in players if player.job not in gone)

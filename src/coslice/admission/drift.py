@@ -1,0 +1,98 @@
+"""Has a job changed? A test on its cycles, one after the other. Pure; no clock.
+
+On-time and off-time of a cycle are each compared with their mean over the first ``BASE`` cycles, by a two-sided
+cumulative sum (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954) with the usual allowance of half
+a standard deviation and threshold of five. One odd cycle (a checkpoint, an evaluation) must not count as a
+change, so a deviation counts for three standard deviations at most: it takes three cycles in a row at least.
+A change that is found but is small against the period is taken in silently, as the new normal.
+"""
+
+import math
+from collections.abc import Sequence
+
+BASE = 8
+"""Cycles that the comparison rests on."""
+ALLOWANCE = 0.5
+THRESHOLD = 5.0
+MOST = 3.0
+LEAST_SPREAD = 0.05
+"""Of the period: the standard deviation is taken to be that large at least."""
+LEAST_SHIFT = 0.1
+"""Of the period: smaller changes of the mean are not worth a word."""
+
+Times = tuple[float, float]
+"""(on, off) seconds of one cycle."""
+
+
+class DriftTest:
+    """``base``: cycles that are known already, as of a declared profile; the first comparison rests on them."""
+
+    def __init__(self, base: Sequence[Times] = ()) -> None:
+        self._seen: list[Times] = []
+        self._sums: tuple[_Sum, _Sum] | None = None
+        self._period = 0.0
+        if base:
+            self._learn(base)
+
+    def see(self, on: float, off: float) -> int:
+        """How many of the latest cycles belong to something new; 0: nothing has changed."""
+        self._seen = [*self._seen[-4 * BASE :], (on, off)]
+        if self._sums is None:
+            if len(self._seen) >= BASE:
+                self._learn(self._seen[-BASE:])
+            return 0
+        since = max(part.see(value) for part, value in zip(self._sums, (on, off), strict=True))
+        if not since:
+            return 0
+        new = self._seen[-since:]
+        shift = max(
+            abs(_mean([times[k] for times in new]) - part.mean) for k, part in enumerate(self._sums)
+        )
+        if shift < LEAST_SHIFT * self._period:
+            self._learn(self._seen[-BASE:])
+            return 0
+        self._seen, self._sums = list(new), None
+        if len(new) >= BASE:
+            self._learn(new)
+        return len(new)
+
+    @property
+    def learned(self) -> bool:
+        """Does it compare already?"""
+        return self._sums is not None
+
+    def _learn(self, times: Sequence[Times]) -> None:
+        self._period = _mean([on + off for on, off in times])
+        least = LEAST_SPREAD * self._period or 1e-9
+        columns = ([on for on, _ in times], [off for _, off in times])
+        first, second = (_Sum(_mean(column), max(_spread(column), least)) for column in columns)
+        self._sums = first, second
+
+
+class _Sum:
+    """Of one figure, both ways."""
+
+    def __init__(self, mean: float, spread: float) -> None:
+        self.mean, self._spread = mean, spread
+        self._up = self._down = 0.0
+        self._since_up = self._since_down = 0
+
+    def see(self, value: float) -> int:
+        """How many values ago the change began, if it is one."""
+        far = max(-MOST, min(MOST, (value - self.mean) / self._spread))
+        self._up = max(0.0, self._up + far - ALLOWANCE)
+        self._down = max(0.0, self._down - far - ALLOWANCE)
+        self._since_up = self._since_up + 1 if self._up else 0
+        self._since_down = self._since_down + 1 if self._down else 0
+        if self._up > THRESHOLD:
+            return self._since_up
+        return self._since_down if self._down > THRESHOLD else 0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _spread(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))

@@ -1,0 +1,263 @@
+"""Admission, live: one warden for each group, fed by its driver, asked before a request goes to the lock.
+
+Verdicts are worked out in a thread, so that no hand-over waits for one. Requests that may not go to the lock
+yet wait here, at the door; what a client that vanished had there is dropped, and asked for again by the client
+itself when it is back. Decides nothing: that is ``coslice.admission``.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from msgspec.structs import replace
+
+from coslice.admission.arrange import arrange
+from coslice.admission.model import Actions, Code, Decision, Enter, Refuse, Rules, Wait
+from coslice.admission.warden import Warden
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.group_state import Group
+from coslice.core.ids import JobId, RequestId
+from coslice.core.outcome import Step
+from coslice.orchestrator import convert
+from coslice.orchestrator.groups import GroupLock
+from coslice.orchestrator.sessions import GivenUp, Session
+from coslice.profile.model import Pool, Profile
+from coslice.runtime.clock import Clock
+from coslice.wire.v1 import coslice_pb2 as pb
+
+log = logging.getLogger(__name__)
+LOUD = frozenset({Code.REFUSED, Code.WARNED, Code.QUEUED, Code.EVICTED, Code.REORDERED})
+
+
+class _Knock:
+    """One request at the door. ``passed``: of a request for several groups, which waits for it in a task."""
+
+    def __init__(
+        self, session: Session, event: ev.AcquireRequested, passed: "asyncio.Future[None] | None" = None
+    ) -> None:
+        self.session, self.event, self.passed = session, event, passed
+
+
+class Admissions:
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        queue_limit: float,
+        line: Callable[[Mapping[str, object]], None],
+        changed: Callable[[GroupLock], None],
+    ) -> None:
+        self._clock, self._queue_limit, self._line, self._changed = clock, queue_limit, line, changed
+        self._wardens: dict[GroupLock, Warden] = {}
+        self._doors: dict[GroupLock, dict[RequestId, _Knock]] = {}
+        self._due: dict[GroupLock, None] = {}
+        self._wake = asyncio.Event()
+
+    def warden(self, lock: GroupLock) -> Warden:
+        warden = self._wardens.get(lock)
+        if warden is None:
+            config = lock.config
+            rules = Rules(
+                mode=config.admission, max_slowdown=config.max_slowdown, queue_limit=self._queue_limit
+            )
+
+            def told(decision: Decision) -> None:
+                self._told(lock, decision)
+
+            warden = self._wardens[lock] = Warden(
+                rules, configured=config.policy, policy=lock.state.policy, told=told
+            )
+        return warden
+
+    # ── what happens ───────────────────────────────────────────────────────
+
+    def heard(self, lock: GroupLock, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
+        self.warden(lock).heard(event, step.effects, step.state)
+        if lock.config.admission != "off":
+            self._judge_soon(lock)
+        if step.state.deleted:  # the lock itself tells whoever waits
+            self._enter(lock, [knock.event.job for knock in self._doors.get(lock, {}).values()])
+            self._wardens.pop(lock, None)
+
+    def passes(self, session: Session, lock: GroupLock, event: ev.AcquireRequested) -> bool:
+        """May it go to the lock now? If not, it is refused, or waits at the door and goes there later."""
+        answer = self._ask(session, lock, event)
+        if isinstance(answer, Refuse):
+            session.asked.pop(event.request, None)
+            session.send(self._refusal(lock, event, answer.text))
+        elif isinstance(answer, Wait):
+            self._knock(lock, _Knock(session, event))
+        return isinstance(answer, Enter)
+
+    async def passed(self, session: Session, lock: GroupLock, event: ev.AcquireRequested) -> None:
+        """Returns when it may go to the lock. Raises ``GivenUp`` if it never may."""
+        answer = self._ask(session, lock, event)
+        if isinstance(answer, Refuse):
+            raise GivenUp(self._refusal(lock, event, answer.text))
+        if isinstance(answer, Wait):
+            passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._knock(lock, _Knock(session, event, passed))
+            try:
+                await passed
+            finally:
+                self._leave(lock, event.request)
+
+    def abandoned(self, request: RequestId) -> None:
+        for lock in tuple(self._doors):
+            self._leave(lock, request)
+
+    def gone(self, session: Session) -> None:
+        """The client is given up."""
+        for lock, door in tuple(self._doors.items()):
+            for request in [request for request, knock in door.items() if knock.session is session]:
+                self._leave(lock, request)
+
+    # ── judging ────────────────────────────────────────────────────────────
+
+    async def run(self) -> None:
+        """Answers questions and keeps deadlines, until cancelled."""
+        while True:
+            await self._sleep()
+            due, self._due = tuple(self._due), {}
+            for lock in due:
+                await self._judge(lock)
+            now = self._clock.now()
+            for lock, warden in tuple(self._wardens.items()):
+                if warden.deadline is not None and warden.deadline <= now:
+                    self._carry_out(lock, warden.passed(now))
+
+    async def _sleep(self) -> None:
+        deadlines = [warden.deadline for warden in self._wardens.values() if warden.deadline is not None]
+        left = max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
+        try:
+            async with asyncio.timeout(left):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    async def _judge(self, lock: GroupLock) -> None:
+        warden = self._wardens.get(lock)
+        while warden is not None and (question := warden.question()) is not None:
+            try:
+                plan = await asyncio.to_thread(arrange, question)
+            except Exception:  # a fault of the judge is no fault of any job's
+                log.exception("admission of group %s: no verdict; everybody may enter", lock.id)
+                self._carry_out(lock, warden.open_door())
+                return
+            self._carry_out(lock, warden.answered(question, plan, self._clock.now()))
+            self._changed(lock)
+
+    def _carry_out(self, lock: GroupLock, actions: Actions) -> None:
+        for event in actions.events:
+            lock.tell(event)
+        self._enter(lock, actions.enter)
+        for job, text in actions.refuse:
+            for knock in self._leave_all(lock, job):
+                answer = self._refusal(lock, knock.event, text)
+                if knock.passed is not None:
+                    if not knock.passed.done():
+                        knock.passed.set_exception(GivenUp(answer))
+                else:
+                    knock.session.asked.pop(knock.event.request, None)
+                    knock.session.send(answer)
+
+    def _enter(self, lock: GroupLock, jobs: "tuple[JobId, ...] | list[JobId]") -> None:
+        now = self._clock.now()
+        for job in jobs:
+            for knock in self._leave_all(lock, job):
+                if knock.passed is not None:
+                    if not knock.passed.done():
+                        knock.passed.set_result(None)
+                elif knock.session.outbox is not None:  # else it asks again when it is back
+                    lock.tell(replace(knock.event, at=now))
+
+    # ── the door ───────────────────────────────────────────────────────────
+
+    def _ask(self, session: Session, lock: GroupLock, event: ev.AcquireRequested) -> Enter | Wait | Refuse:
+        if lock.config.admission == "off":
+            return Enter()
+        answer = self.warden(lock).asks(event, pool_for(session.who.profile, lock.config.id))
+        self._judge_soon(lock)
+        return answer
+
+    def _knock(self, lock: GroupLock, knock: _Knock) -> None:
+        self._doors.setdefault(lock, {})[knock.event.request] = knock
+        self._changed(lock)
+
+    def _leave(self, lock: GroupLock, request: RequestId) -> None:
+        knock = self._doors.get(lock, {}).pop(request, None)
+        if knock is None:
+            return
+        job = knock.event.job
+        if all(other.event.job != job for other in self._doors[lock].values()):
+            self.warden(lock).left_door(job)
+
+    def _leave_all(self, lock: GroupLock, job: JobId) -> list[_Knock]:
+        door = self._doors.get(lock, {})
+        found = [request for request, knock in door.items() if knock.event.job == job]
+        return [door.pop(request) for request in found]
+
+    def _judge_soon(self, lock: GroupLock) -> None:
+        warden = self.warden(lock)
+        if warden.has_question or warden.deadline is not None:
+            self._due[lock] = None
+            self._wake.set()
+
+    # ── words ──────────────────────────────────────────────────────────────
+
+    def _told(self, lock: GroupLock, decision: Decision) -> None:
+        loud = logging.WARNING if decision.code in LOUD else logging.INFO
+        log.log(loud, "admission of group %s, %s: %s", lock.id, decision.code, decision.text)
+        said = {"group": lock.id, "job": decision.job, "code": decision.code, "text": decision.text}
+        self._line({"t": decision.at, "admission": said})
+
+    def _refusal(self, lock: GroupLock, event: ev.AcquireRequested, text: str) -> pb.ServerMessage:
+        facts = {
+            "group": str(lock.id),
+            "job": str(event.job),
+            "max_slowdown": f"{lock.config.max_slowdown:g}",
+        }
+        return convert.refused(convert.unscoped(event.request), pb.NOT_ADMITTED, text, **facts)
+
+    def status(self, lock: GroupLock) -> pb.AdmissionStatus:
+        warden, now = self.warden(lock), self._clock.now()
+        return pb.AdmissionStatus(
+            mode=warden.rules.mode,
+            max_slowdown=warden.rules.max_slowdown,
+            swap_s=warden.watch.swap_s,
+            members=[
+                pb.AdmissionMember(
+                    job=member.job,
+                    state=member.state,
+                    cycles=member.cycles,
+                    on_s=member.on_s,
+                    off_s=member.off_s,
+                    slowdown=member.slowdown,
+                    predicted=member.predicted,
+                    queued_s=member.queued_s,
+                    reason=member.reason,
+                    drifts=member.drifts,
+                )
+                for member in warden.members(now)
+            ],
+            decisions=[f"{decision.code}: {decision.text}" for decision in warden.decisions],
+        )
+
+    def lines(self, lock: GroupLock, job: str) -> list[str]:
+        return self.warden(lock).lines(job, self._clock.now())
+
+    def knows(self, lock: GroupLock, job: str) -> bool:
+        return bool(self.lines(lock, job)) if job else False
+
+
+def pool_for(profile: Profile | None, group: str) -> Pool | None:
+    """Which of the declared pools is about this group: the one of its name or role, else the trainer's."""
+    if profile is None:
+        return None
+    for label in (group, "trainer"):
+        for pool in profile.pools:
+            if label in (pool.name, pool.role):
+                return pool
+    return profile.pools[0]
