@@ -2,11 +2,11 @@
 
     python tools/drift_table.py TRACES… [--swap-s 10] [--sets 60] > table.md
 
-Sets of two and three jobs, recorded and drawn from a seed, that an outlook lets share within the bound. In the
-middle of the simulation one job's phases (all, those on the accelerators, those off) take 1.5 times as long.
-With ``--admission`` off nobody minds; with enforce the group is planned anew. A figure is the share of rolling
-means over ten steps within the bound, from the verdict on the drift on; without enforce, from the drift on.
-"""
+Sets of two and three jobs, recorded and drawn from a seed, that an outlook lets share within the bound. In
+the middle of the simulation one job's phases (all, those on the accelerators, those off) take 1.5 times as
+long. With ``--admission`` off nobody minds; with enforce the group is planned anew. A figure is the share of
+rolling means over ten steps within the bound, from the verdict on the drift on; without enforce, from the
+drift on."""
 
 import argparse
 import random
@@ -65,7 +65,9 @@ def sets(profiles: list[Profile], args: argparse.Namespace) -> list[list[Profile
         players = [
             Player(job=JobId(profile.name), profile=profile, bound=args.max_slowdown) for profile in some
         ]
-        if not overloaded(players) and outlook(players, policy="fair_share", swap_s=args.swap_s).fits(players):
+        if not overloaded(players) and outlook(players, policy="fair_share", swap_s=args.swap_s).fits(
+            players
+        ):
             found.append(some)
     return found
 

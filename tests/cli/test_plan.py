@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from coslice.cli.main import app
 from coslice.cli.plan import groups_given
-from coslice.cli.up import UpOptions, _devices
+from coslice.cli.up import UpOptions, _devices, _group
 from coslice.errors import ConfigError
 from coslice.plan.cluster import load_cluster
 from coslice.plan.groupsfile import group_options, read_groups
@@ -87,10 +87,13 @@ def test_the_groups_file_goes_to_coslice_up(profiles: Path, tmp_path: Path) -> N
     call(str(profiles), "--out", str(out))
     assert [sorted(group.jobs) for group in read_groups(out)] == [["code", "math"], ["full"]]
     specs = groups_given(None, out)  # one node in the file: this one, whatever it is called
-    assert specs == ("g1", "g2")
-    out.write_text('[[groups]]\nname = "a"\ncpus = [0]\nmemory = "64MiB"\n')
-    devices = _devices(UpOptions(groups=groups_given(None, out), device="host"))
+    assert specs == ("g1:max_slowdown=1.1", "g2:max_slowdown=1.1")
+    out.write_text('[[groups]]\nname = "a"\ncpus = [0]\nmemory = "64MiB"\nadmission = "warn"\n')
+    options = UpOptions(groups=groups_given(None, out), device="host", max_slowdown=1.3)
+    devices = _devices(options)
     assert [(str(d.group), d.cpus, d.device_budget) for d in devices] == [("a", (0,), 64 << 20)]
+    group = _group(options.groups[0], options, "fifo")
+    assert (group.id, group.admission, group.max_slowdown) == ("a", "warn", 1.3)
 
 
 def test_each_node_takes_its_groups(tmp_path: Path) -> None:

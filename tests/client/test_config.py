@@ -12,6 +12,7 @@ FULL = {
     "COSLICE_INCARNATION": "i-1",
     "COSLICE_NEED": "1024",
     "COSLICE_WORLD": "4",
+    "COSLICE_PROFILE": "{}",
     "COSLICE_ACCELERATOR_CPUS": "2,3",
     "COSLICE_RANK": "1",
     "RANK": "7",
@@ -21,12 +22,13 @@ FULL = {
 def test_the_environment_of_coslice_run() -> None:
     config = coslice.Client(**settings_from(FULL, {})).config
     assert (config.address, config.job, config.groups) == ("127.0.0.1:50051", "job-1", ("b", "a"))
-    assert (config.incarnation, config.need, config.world, config.cpus, config.rank) == (
+    assert (config.incarnation, config.need, config.world, config.cpus, config.rank, config.profile) == (
         "i-1",
         1024,
         4,
         (2, 3),
         1,
+        "{}",
     )
 
 

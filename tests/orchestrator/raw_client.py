@@ -16,9 +16,11 @@ BOUND = 20.0
 class RawClient:
     """Answers are sorted by request id; everything else (lost leases, requests to yield) goes to ``news``."""
 
-    def __init__(self, address: str, job: str, *, incarnation: str = "one", session: str = "") -> None:
+    def __init__(
+        self, address: str, job: str, *, incarnation: str = "one", session: str = "", profile: str = ""
+    ) -> None:
         self.session = session or uuid.uuid4().hex
-        self.job, self.incarnation = job, incarnation
+        self.job, self.incarnation, self.profile = job, incarnation, profile
         self.news: asyncio.Queue[pb.ServerMessage] = asyncio.Queue()
         self.welcome: pb.Welcome | None = None
         self.hello_refused: pb.Refused | None = None
@@ -37,7 +39,7 @@ class RawClient:
         self.welcome = None
         self._stream = self.stub.Session(wait_for_ready=True)
         hello = pb.Hello(job=self.job, incarnation=self.incarnation, session=self.session, node=node)
-        hello.pid, hello.start_time = pid, started
+        hello.pid, hello.start_time, hello.profile = pid, started, self.profile
         await self.send(hello=hello)
         greeted = self._answer("")
         self._reader = asyncio.create_task(self._read())

@@ -1,7 +1,6 @@
 """Who may share a group, judged while jobs run: profiles as the lock sees them, drift, verdicts.
 
 ``watch`` turns what a lock hears into cycles, ``drift`` says when a job has changed, ``outlook`` plays jobs
-together (with the simulator, so with the lock's own core), ``arrange`` looks for the least that has to change,
-``warden`` decides and remembers, one for each group. All of it is pure: the orchestrator and the simulator feed
-the same warden and carry out what it says. Nothing here is part of the lock.
-"""
+together (with the simulator, so with the lock's own core), ``arrange`` looks for the least that has to
+change, ``warden`` decides and remembers, one for each group. All of it is pure: the orchestrator and the
+simulator feed the same warden and carry out what it says. Nothing here is part of the lock."""

@@ -1,9 +1,8 @@
 """The least that has to change so that everybody in a group keeps the bound. Pure; may take a second.
 
 In this order: nothing; another policy, so that turns come in another order; one job less, the newest that
-suffices; two, and so on, always those that came last. Who came before never makes room for somebody who is not
-admitted yet.
-"""
+suffices; two, and so on, always those that came last. Who came before never makes room for somebody who is
+not admitted yet."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,8 @@ from coslice.plan.units import Unit, unit_of
 
 OTHERS = ("fair_share", "shortest", "reservation", "reservation:idle=0.5", "fifo")
 FOR_PAIRS = ("reservation", "reservation:idle=0.5")
-"""With two jobs there is never a choice when the lock becomes free: only who keeps it free makes a difference."""
+"""With two jobs there is never a choice when the lock becomes free: only who keeps it free makes a
+difference."""
 PAIRS_UP_TO = 5
 """Of more jobs than that, only the newest ones are tried without, not every pair."""
 
@@ -89,8 +89,8 @@ def words(players: Sequence[Player], seen: Outlook, swap_s: float) -> str:
     if seen.slowdown[victim.job] <= victim.bound:
         victim = min(players, key=lambda player: seen.within[player.job])
         return (
-            f"{1 - seen.within[victim.job]:.0%} of {victim.job}'s rolling means over ten steps would be above "
-            f"its bound of {victim.bound:.2f} x (on average {seen.slowdown[victim.job]:.2f} x)"
+            f"{1 - seen.within[victim.job]:.0%} of {victim.job}'s rolling means over ten steps would be "
+            f"above its bound of {victim.bound:.2f} x (on average {seen.slowdown[victim.job]:.2f} x)"
         )
     unit = _unit(victim, swap_s)
     others = [_unit(player, swap_s) for player in players if player.job != victim.job]

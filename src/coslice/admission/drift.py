@@ -1,10 +1,10 @@
 """Has a job changed? A test on its cycles, one after the other. Pure; no clock.
 
-On-time and off-time of a cycle are each compared with their mean over the first ``BASE`` cycles, by a two-sided
-cumulative sum (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954) with the usual allowance of half
-a standard deviation and threshold of five. One odd cycle (a checkpoint, an evaluation) must not count as a
-change, so a deviation counts for three standard deviations at most: it takes three cycles in a row at least.
-A change that is found but is small against the period is taken in silently, as the new normal.
+On-time and off-time of a cycle are each compared with their mean over the first ``BASE`` cycles, by a
+two-sided cumulative sum (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954) with the usual
+allowance of half a standard deviation and threshold of five. One odd cycle (a checkpoint, an evaluation) must
+not count as a change, so a deviation counts for three standard deviations at most: it takes three cycles in a
+row at least. A change that is found but is small against the period is taken in silently, as the new normal.
 """
 
 import math
@@ -25,7 +25,8 @@ Times = tuple[float, float]
 
 
 class DriftTest:
-    """``base``: cycles that are known already, as of a declared profile; the first comparison rests on them."""
+    """``base``: cycles that are known already, as of a declared profile; the first comparison rests on
+    them."""
 
     def __init__(self, base: Sequence[Times] = ()) -> None:
         self._seen: list[Times] = []
@@ -45,9 +46,7 @@ class DriftTest:
         if not since:
             return 0
         new = self._seen[-since:]
-        shift = max(
-            abs(_mean([times[k] for times in new]) - part.mean) for k, part in enumerate(self._sums)
-        )
+        shift = max(abs(_mean([times[k] for times in new]) - part.mean) for k, part in enumerate(self._sums))
         if shift < LEAST_SHIFT * self._period:
             self._learn(self._seen[-BASE:])
             return 0

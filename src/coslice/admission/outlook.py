@@ -110,7 +110,8 @@ def _play(players: Sequence[Player], policy: str, swap_s: float, *, apart: bool)
     )
     engine.run()
     told = report(engine, policy=policy)
-    slowdown, within = {}, {}
+    slowdown: dict[str, float] = {}
+    within: dict[str, float] = {}
     for player in players:
         mine = told.jobs.get(player.job)
         slowdown[player.job] = mine.slowdown * player.correction if mine is not None else float("inf")

@@ -1,9 +1,9 @@
 """Admission of one group: who is a member, who waits at the door, what is judged when. Pure, one writer.
 
 Called by the orchestrator's shell and by the simulator: ``heard`` with everything that the lock did, ``asks``
-before a request goes to the lock. Something to judge is a ``question``; whoever runs the warden has it answered
-by ``arrange.arrange``, off the path of hand-overs, and brings the plan back to ``answered``, which says what to
-do. ``deadline`` and ``passed`` are for time alone.
+before a request goes to the lock. Something to judge is a ``question``; whoever runs the warden has it
+answered by ``arrange.arrange``, off the path of hand-overs, and brings the plan back to ``answered``, which
+says what to do. ``deadline`` and ``passed`` are for time alone.
 
 A request that may not go to the lock waits at the door; the lock never hears of it. Nobody is interrupted: a
 job that is queued or refused keeps the turn that it has, or waits for already unless it is refused.
@@ -32,8 +32,8 @@ from coslice.admission.watch import KNOWN, ROLLING, Trail, Watch
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.group_state import Group, Held, waiting
-from coslice.core.lease import can_join
 from coslice.core.ids import Incarnation, JobId
+from coslice.core.lease import can_join
 from coslice.core.prose import names
 from coslice.profile.model import Pool
 
@@ -109,9 +109,7 @@ class Warden:
             return Wait(seat.reason)
         return Enter()
 
-    def heard(
-        self, event: ev.GroupEvent, effects: Sequence[fx.GroupEffect], group: Group
-    ) -> None:
+    def heard(self, event: ev.GroupEvent, effects: Sequence[fx.GroupEffect], group: Group) -> None:
         """``group``: after the event. Cheap: it is called between a hand-over and the next."""
         was, self._group = self._group, group
         if isinstance(event, ev.PolicySet) and event.by != BY:
@@ -163,9 +161,13 @@ class Warden:
 
     # ── verdicts ───────────────────────────────────────────────────────────
 
+    @property
+    def has_question(self) -> bool:
+        return self._to_judge and self.rules.mode != "off"
+
     def question(self) -> Question | None:
         """What is to be judged now; None: nothing, or somebody is not known yet."""
-        if not self._to_judge or self.rules.mode == "off":
+        if not self.has_question:
             return None
         if self._group is not None and self._group.deleted:
             return None
@@ -213,7 +215,7 @@ class Warden:
 
     def lines(self, job: str, now: float) -> list[str]:
         """What ``explain`` says of a job (empty: of all): where it stands, then what was decided."""
-        lines = []
+        lines: list[str] = []
         for seat in self._seats.values():
             if job in ("", seat.job):
                 lines += self._stands(seat, now)
@@ -373,7 +375,9 @@ class Warden:
         if plan.policy != question.policy:
             events.append(self._reorder(question, plan, at))
         elif not plan.drop and not question.newcomers and len(plan.keep) > 1:
-            self._say(at, Code.KEPT, plan.keep[0], f"judged again, nothing changes: {self._told(plan.outlook)}")
+            self._say(
+                at, Code.KEPT, plan.keep[0], f"judged again, nothing changes: {self._told(plan.outlook)}"
+            )
         self._changed()
         return Actions(events=tuple(events), enter=tuple(enter), refuse=tuple(refuse))
 
@@ -385,7 +389,9 @@ class Warden:
                 return False
             case State.QUEUED:
                 waited = self._leave_queue(seat, at)
-                self._say(at, Code.LIFTED, seat.job, f"there is room for {seat.job} again, after {waited:.0f} s")
+                self._say(
+                    at, Code.LIFTED, seat.job, f"there is room for {seat.job} again, after {waited:.0f} s"
+                )
             case State.PROBATION | State.APPLYING | State.JUDGED | State.REFUSED:
                 beside = [job for job in plan.keep if job != seat.job]
                 told = f" beside {names(beside)}: {self._told(plan.outlook)}" if beside else ""

@@ -1,9 +1,8 @@
 """What the lock of one group hears, as cycles of its jobs: how each would go alone, and how it went.
 
-Fed with every event and what the core made of it, in the same place as the journal, so that nothing is measured
-twice. Waits and swaps do not count into a job's own time, nor does a wait at the door because admission queued
-it. Decides nothing; a few dictionary accesses an event.
-"""
+Fed with every event and what the core made of it, in the same place as the journal, so that nothing is
+measured twice. Waits and swaps do not count into a job's own time, nor does a wait at the door because
+admission queued it. Decides nothing; a few dictionary accesses an event."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ from coslice.profile.model import Pool, Profile, Source, quantile
 KEEP = 64
 """Cycles kept of a job, the latest."""
 KNOWN = 3
-"""As many whole cycles and a job's profile is taken for what it does. The first, with all that is compiled and
-loaded in it, never counts: nobody knows when its off-time began."""
+"""As many whole cycles and a job's profile is taken for what it does. The first, with all that is compiled
+and loaded in it, never counts: nobody knows when its off-time began."""
 ROLLING = 10
 WAITED = 0.02
 """Of a cycle: a shorter off-time is no wait for a batch."""
@@ -272,9 +271,7 @@ class Watch:
             self._swap = None
         return ended
 
-    def _heard_ask(
-        self, event: ev.AcquireRequested, effects: Sequence[fx.GroupEffect], group: Group
-    ) -> None:
+    def _heard_ask(self, event: ev.AcquireRequested, effects: Sequence[fx.GroupEffect], group: Group) -> None:
         if any(isinstance(effect, fx.Refuse) and effect.request == event.request for effect in effects):
             return
         joins = self._held is not None and self._held[0] == event.job

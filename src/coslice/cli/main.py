@@ -151,6 +151,22 @@ LogLevel = Annotated[
 LogFormat = Annotated[
     str, typer.Option("--log-format", metavar="text|json", help="Lines for people, or one JSON object each.")
 ]
+Admission = Annotated[
+    str,
+    typer.Option(
+        metavar="off|warn|enforce",
+        help="Watch what jobs do to each other: [b]warn[/b] says when one is slowed down beyond "
+        "--max-slowdown, [b]enforce[/b] refuses newcomers, changes the order or queues the newest; "
+        "see docs/planning.md.",
+    ),
+]
+MaxSlowdown = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        help="With --admission: no job may take more than X times its time alone, over ten steps.",
+    ),
+]
 DEFAULT_ORCHESTRATOR = "127.0.0.1:50051"
 DEFAULT_AGENT = "127.0.0.1:9001"
 
@@ -177,7 +193,7 @@ def up(
         typer.Option(
             "--group",
             "-g",
-            metavar="NAME[:cpus=1,2][:memory=SIZE]",
+            metavar="NAME[:cpus=1,2][:memory=SIZE][:admission=warn][:max_slowdown=X]",
             help="A group of accelerators of this machine; repeat for several. Default: one, [b]default[/b].",
         ),
     ] = None,
@@ -203,6 +219,8 @@ def up(
     disk: Disk = None,
     disk_dir: DiskDir = None,
     policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fair_share",
+    admission: Admission = "off",
+    max_slowdown: MaxSlowdown = 1.10,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address of the orchestrator.")
     ] = DEFAULT_ORCHESTRATOR,
@@ -241,6 +259,8 @@ def up(
             disk=disk,
             disk_dir=disk_dir,
             policy=policy,
+            admission=admission,
+            max_slowdown=max_slowdown,
             listen=listen,
             agent_listen=agent_listen,
             state=state,
@@ -280,6 +300,8 @@ def orchestrator(
         typer.Option(metavar="SECONDS", help="With a shared store: so long a silent leader stays one."),
     ] = 5.0,
     policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fair_share",
+    admission: Admission = "off",
+    max_slowdown: MaxSlowdown = 1.10,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
@@ -303,6 +325,8 @@ def orchestrator(
         advertise=advertise,
         leader_ttl=leader_ttl,
         policy=policy,
+        admission=admission,
+        max_slowdown=max_slowdown,
         security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
         listen_agents=listen_agents,
         http=http,
@@ -401,6 +425,14 @@ def run(
             "over HTTP. Repeat for several.",
         ),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What the job will do: a profile, or any file that [b]coslice profile[/b] reads. Admission "
+            "judges it at the door then, and not after a few of its steps.",
+        ),
+    ] = None,
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
     agent: Annotated[
         str,
@@ -419,6 +451,7 @@ def run(
         agent=agent,
         command=tuple(context.args),
         backend=backend_of(backend, endpoint or ()),
+        profile=profile,
     )
     raise typer.Exit(run_job(options))
 

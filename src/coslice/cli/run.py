@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
@@ -36,6 +37,7 @@ class RunOptions:
     agent: str
     command: tuple[str, ...]
     backend: str = ""
+    profile: Path | None = None
 
 
 def backend_of(backend: str, endpoints: Sequence[str]) -> str:
@@ -74,11 +76,25 @@ def run_job(options: RunOptions) -> int:
         node=node.node if node is not None else "",
         cpus=_accelerator_cpus(node, groups),
     )
+    if options.profile is not None:
+        environment["COSLICE_PROFILE"] = _profile(options.profile)
     with _launched(options.backend, node, environment):
         code = _supervise(command, environment, _host_cpus(_accelerator_cpus(node, groups)))
     if code == 128 + signal.SIGKILL:
         _say_who_killed(job, options.agent)
     return code
+
+
+def _profile(path: Path) -> str:
+    """Of anything that ``coslice profile`` reads, as the job's processes send it along."""
+    from coslice.profile.model import brief_profile, encode_profile
+    from coslice.profile.read import read_profiles
+
+    found = read_profiles(path)
+    if len(found) > 1:
+        names = ", ".join(profile.name for profile in found)
+        raise ConfigError(f"{path} has the profiles of {names}: which one? coslice profile --out splits them")
+    return encode_profile(brief_profile(found[0])).decode()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.markup import escape
 
+from coslice.admission.model import MODES, Mode
 from coslice.agent.app import AgentApp
 from coslice.agent.backends.resolve import parse_backend
 from coslice.agent.config import AgentConfig, GroupDevices
@@ -56,6 +57,8 @@ class UpOptions:
     disk: str | None = None
     disk_dir: Path | None = None
     policy: str = "fair_share"
+    admission: str = "off"
+    max_slowdown: float = 1.10
     listen: str = "127.0.0.1:50051"
     agent_listen: str = "127.0.0.1:9001"
     state: Path | None = None
@@ -86,7 +89,7 @@ def run_up(options: UpOptions) -> None:
                 listen_agents=options.listen_agents,
                 store=str(folder / "orchestrator.db"),
                 journal=str(folder / "journal.jsonl"),
-                groups=tuple(GroupConfig(id=device.group, policy=policy) for device in devices),
+                groups=tuple(_group(spec, options, policy) for spec in options.groups or ("default",)),
             ),
             board=sight.board,
             tracing=sight.tracing,
@@ -116,6 +119,8 @@ def run_orchestrator(
     store: str | None = None,
     advertise: str = "",
     leader_ttl: float = DEFAULT_TTL,
+    admission: str = "off",
+    max_slowdown: float = 1.10,
     security: Security = LOCAL_ONLY,
     listen_agents: str | None = None,
     http: str | None = None,
@@ -137,6 +142,8 @@ def run_orchestrator(
                 groups=(),
                 open_groups=True,
                 default_policy=name,
+                default_admission=_mode(admission),
+                default_max_slowdown=max_slowdown,
             ),
             board=sight.board,
             tracing=sight.tracing,
@@ -199,6 +206,43 @@ def _policy(name: str) -> str:
     return name
 
 
+def _mode(text: str) -> Mode:
+    for mode in MODES:
+        if text == mode:
+            return mode
+    raise ConfigError(f"--admission {text!r}: use {', '.join(MODES)}")
+
+
+def _group(spec: str, options: UpOptions, policy: str) -> GroupConfig:
+    name, values = _settings(spec)
+    bound = values.get("max_slowdown")
+    try:
+        max_slowdown = float(bound) if bound else options.max_slowdown
+    except ValueError:
+        raise ConfigError(f"{spec!r}: max_slowdown is a number, as in 1.10") from None
+    return GroupConfig(
+        id=name,
+        policy=policy,
+        admission=_mode(values.get("admission") or options.admission),
+        max_slowdown=max_slowdown,
+    )
+
+
+def _settings(spec: str) -> tuple[str, dict[str, str]]:
+    """The name of a group, and what is said of it alone."""
+    name, *settings = spec.split(":")
+    values: dict[str, str] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in ("cpus", "memory", "admission", "max_slowdown") or not value:
+            raise ConfigError(
+                f"{spec!r}: after the name come cpus=1,2, memory=512MiB, admission=warn and "
+                f"max_slowdown=1.1, not {setting!r}"
+            )
+        values[key] = value
+    return name, values
+
+
 def _devices(options: UpOptions) -> tuple[GroupDevices, ...]:
     accelerator = _accelerator(options.device)
     specs = options.groups or ("default",)
@@ -219,18 +263,12 @@ def _devices(options: UpOptions) -> tuple[GroupDevices, ...]:
 
 
 def _device(spec: str, options: UpOptions, accelerator: str) -> GroupDevices:
-    name, *settings = spec.split(":")
-    values = {"cpus": options.cpus, "memory": options.memory}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key not in values or not value:
-            raise ConfigError(f"{spec!r}: after the name come cpus=1,2 and memory=512MiB, not {setting!r}")
-        values[key] = value
-    memory = values["memory"]
+    name, values = _settings(spec)
+    memory, cpus = values.get("memory", options.memory), values.get("cpus", options.cpus)
     return GroupDevices(
         group=GroupId(_checked("group", name)),
         accelerator=accelerator,
-        cpus=_cpus(values["cpus"]) if accelerator == "host" else (),
+        cpus=_cpus(cpus) if accelerator == "host" else (),
         device_budget=parse_size(memory) if memory else _default_budget(accelerator),
     )
 

@@ -31,6 +31,8 @@ class ClientConfig:
     """Processes that must yield before the lease ends; 0: those that acquired it."""
     need: int = 0
     """Device memory in bytes per node; 0: unknown."""
+    profile: str = ""
+    """What the job says that it will do: a coslice profile as JSON (``COSLICE_PROFILE``); empty: nothing."""
     cpus: tuple[int, ...] = ()
     """Cores of a host accelerator; sections pin their thread to them."""
     connect_timeout: float = 10.0
@@ -69,6 +71,7 @@ def settings_from(env: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[
         "rank": _number(env, "COSLICE_RANK", _number(env, "RANK", 0)),
         "world": _number(env, "COSLICE_WORLD", 0),
         "need": _number(env, "COSLICE_NEED", 0),
+        "profile": env.get("COSLICE_PROFILE", ""),
         "credentials": credentials_from(env),
         "cpus": _cpus(env.get("COSLICE_ACCELERATOR_CPUS", "")),
     }

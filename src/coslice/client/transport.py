@@ -69,6 +69,7 @@ def hello_of(config: ClientConfig) -> pb.Hello:
         pid=os.getpid(),
         start_time=_start_time(),
         rank=config.rank,
+        profile=config.profile,
     )
 
 

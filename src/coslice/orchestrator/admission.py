@@ -1,9 +1,8 @@
 """Admission, live: one warden for each group, fed by its driver, asked before a request goes to the lock.
 
 Verdicts are worked out in a thread, so that no hand-over waits for one. Requests that may not go to the lock
-yet wait here, at the door; what a client that vanished had there is dropped, and asked for again by the client
-itself when it is back. Decides nothing: that is ``coslice.admission``.
-"""
+yet wait here, at the door; what a client that vanished had there is dropped, and asked for again by the
+client itself when it is back. Decides nothing: that is ``coslice.admission``."""
 
 import asyncio
 import logging
@@ -17,7 +16,7 @@ from coslice.admission.warden import Warden
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.group_state import Group
-from coslice.core.ids import JobId, RequestId
+from coslice.core.ids import GroupId, JobId, RequestId
 from coslice.core.outcome import Step
 from coslice.orchestrator import convert
 from coslice.orchestrator.groups import GroupLock
@@ -46,9 +45,11 @@ class Admissions:
         clock: Clock,
         queue_limit: float,
         line: Callable[[Mapping[str, object]], None],
-        changed: Callable[[GroupLock], None],
+        changed: Callable[[GroupId], None],
+        lock_of: Callable[[str], GroupLock | None],
     ) -> None:
         self._clock, self._queue_limit, self._line, self._changed = clock, queue_limit, line, changed
+        self._lock_of = lock_of
         self._wardens: dict[GroupLock, Warden] = {}
         self._doors: dict[GroupLock, dict[RequestId, _Knock]] = {}
         self._due: dict[GroupLock, None] = {}
@@ -72,7 +73,10 @@ class Admissions:
 
     # ── what happens ───────────────────────────────────────────────────────
 
-    def heard(self, lock: GroupLock, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
+    def heard(self, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
+        lock = self._lock_of(step.state.id)
+        if lock is None:
+            return
         self.warden(lock).heard(event, step.effects, step.state)
         if lock.config.admission != "off":
             self._judge_soon(lock)
@@ -147,7 +151,7 @@ class Admissions:
                 self._carry_out(lock, warden.open_door())
                 return
             self._carry_out(lock, warden.answered(question, plan, self._clock.now()))
-            self._changed(lock)
+            self._changed(lock.id)
 
     def _carry_out(self, lock: GroupLock, actions: Actions) -> None:
         for event in actions.events:
@@ -184,7 +188,7 @@ class Admissions:
 
     def _knock(self, lock: GroupLock, knock: _Knock) -> None:
         self._doors.setdefault(lock, {})[knock.event.request] = knock
-        self._changed(lock)
+        self._changed(lock.id)
 
     def _leave(self, lock: GroupLock, request: RequestId) -> None:
         knock = self._doors.get(lock, {}).pop(request, None)

@@ -33,6 +33,7 @@ from coslice.observe.metric import Reading, Source
 from coslice.observe.tracing import Tracing
 from coslice.orchestrator import metrics
 from coslice.orchestrator.admin import Admin
+from coslice.orchestrator.admission import Admissions
 from coslice.orchestrator.agents import Agents
 from coslice.orchestrator.config import OrchestratorConfig, agents_address, check
 from coslice.orchestrator.desk import Desk
@@ -255,6 +256,13 @@ class OrchestratorApp:
             upstream.changed(group)
             agents.changed(group)
 
+        admission = Admissions(
+            clock=clock,
+            queue_limit=config.queue_limit,
+            line=journal.line,
+            changed=watchers.changed,
+            lock_of=lambda name: groups.get(name),
+        )
         groups = Groups(
             config,
             store=store,
@@ -264,7 +272,13 @@ class OrchestratorApp:
             changed=changed,
             observer=self._observer,
         )
-        sessions = Sessions(groups=groups, clock=clock, grace=config.session_grace, limit=config.max_sessions)
+        sessions = Sessions(
+            groups=groups,
+            clock=clock,
+            grace=config.session_grace,
+            limit=config.max_sessions,
+            forgotten=admission.gone,
+        )
         agents = Agents(groups=groups, clock=clock, instance=self.instance)
 
         def perform(group: GroupId, effect: fx.GroupEffect) -> None:
@@ -294,12 +308,21 @@ class OrchestratorApp:
                 text=text,
             )
 
-        verbs = Verbs(groups=groups, clock=clock, note=note, max_requests=config.max_requests, traces=traces)
+        verbs = Verbs(
+            groups=groups,
+            clock=clock,
+            note=note,
+            admission=admission,
+            max_requests=config.max_requests,
+            traces=traces,
+        )
         upstream = UpstreamService(
             groups=groups, sessions=sessions, verbs=verbs, clock=clock, instance=self.instance
         )
+        self._observer.admission = admission.heard
         groups.start(saved, perform)
         self._shown = _Shown(groups, sessions, agents, journal)
+        self._supervisor.start("admission", admission.run())
         service = OrchestratorService(
             instance=self.instance,
             groups=groups,
@@ -308,6 +331,7 @@ class OrchestratorApp:
             agents=agents,
             admin=Admin(groups=groups, clock=clock),
             watchers=watchers,
+            admission=admission,
             clock=clock,
             hello_timeout=config.hello_timeout,
             session_grace=config.session_grace,

@@ -19,6 +19,7 @@ from coslice.core.ids import (
     check_name,
 )
 from coslice.core.outcome import Rejected
+from coslice.profile.model import Profile, decode_profile
 from coslice.security import fingerprint
 from coslice.security.redact import redact
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -32,6 +33,7 @@ _STATE_OF: dict[pb.ContextState.ValueType, ev.ContextState] = {
 }
 _WIRE_STATE = {state: wire for wire, state in _STATE_OF.items()}
 _MAX_TOKEN = 200
+_MAX_PROFILE = 64 << 10
 
 
 class Identity(Struct, frozen=True, kw_only=True):
@@ -44,6 +46,8 @@ class Identity(Struct, frozen=True, kw_only=True):
     pid: int
     start_time: int
     rank: int
+    profile: Profile | None = None
+    """What the job says that it will do."""
 
 
 def token(kind: str, text: str) -> str:
@@ -75,7 +79,16 @@ def identity(hello: pb.Hello) -> Identity:
         pid=hello.pid,
         start_time=hello.start_time,
         rank=hello.rank,
+        profile=_profile(hello.profile),
     )
+
+
+def _profile(text: str) -> Profile | None:
+    if not text:
+        return None
+    if len(text) > _MAX_PROFILE:
+        raise ValueError(f"a profile of {len(text)} characters: at most {_MAX_PROFILE} (a few dozen cycles)")
+    return decode_profile(text.encode(), path="the profile of the hello")
 
 
 def acquire_event(who: Identity, message: pb.Acquire, *, at: float, more: bool) -> ev.AcquireRequested:

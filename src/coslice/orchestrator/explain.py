@@ -1,6 +1,7 @@
 """Why a job waits, in prose: how things stand now (core.story), then the group's last decisions."""
 
 import re
+from collections.abc import Sequence
 
 from coslice.core import story
 from coslice.core.ids import JobId
@@ -23,8 +24,11 @@ def jobs(lock: GroupLock) -> list[str]:
     return sorted(named | {context.job for view in group.views for context in view.facts.contexts})
 
 
-def explain(lock: GroupLock, groups: Groups, *, now: float, job: str, last: int) -> list[str]:
-    """Lines for people. The present comes first; then at most ``last`` decisions, the oldest first.
+def explain(
+    lock: GroupLock, groups: Groups, *, now: float, job: str, last: int, admission: Sequence[str] = ()
+) -> list[str]:
+    """Lines for people. The present comes first; then what admission says; then at most ``last`` decisions,
+    the oldest first.
 
     ``job`` (empty: any) chooses whose waiting is explained and whose decisions are told.
     """
@@ -41,7 +45,7 @@ def explain(lock: GroupLock, groups: Groups, *, now: float, job: str, last: int)
             break
     told = [line for decision in lock.decisions for line in _tell(decision, job, now)]
     # A fingerprint in full says no more to people.
-    return [_FINGERPRINT.sub(r"\1", line) for line in lines + told[-last:]]
+    return [_FINGERPRINT.sub(r"\1", line) for line in [*lines, *admission, *told[-last:]]]
 
 
 def _tell(decision: Decision, job: str, now: float) -> list[str]:

@@ -19,16 +19,12 @@ Heard = Callable[[ev.GroupEvent, Step[Group, fx.GroupEffect]], None]
 
 
 class Observer:
-    """``pushed`` None: no metrics; ``traces`` None: no traces. ``admission`` hears the same."""
+    """``pushed`` None: no metrics; ``traces`` None: no traces; ``admission`` hears the same, once it is
+    set."""
 
-    def __init__(
-        self,
-        pushed: Pushed | None = None,
-        traces: Traces | None = None,
-        *,
-        admission: Heard | None = None,
-    ) -> None:
-        self._pushed, self.traces, self._admission = pushed, traces, admission
+    def __init__(self, pushed: Pushed | None = None, traces: Traces | None = None) -> None:
+        self._pushed, self.traces = pushed, traces
+        self.admission: Heard | None = None
         self._meters: dict[GroupId, Meter] = {}
 
     def opened(self, state: Group) -> None:
@@ -43,8 +39,8 @@ class Observer:
             meter.heard(event, step)
         if self.traces is not None:
             self.traces.heard(event, step)
-        if self._admission is not None:
-            self._admission(event, step)
+        if self.admission is not None:
+            self.admission(event, step)
 
     def deleted(self, group: GroupId) -> None:
         meter = self._meters.pop(group, None)

@@ -18,6 +18,7 @@ from coslice.core.outcome import Rejected
 from coslice.orchestrator import convert, views
 from coslice.orchestrator import sessions as people
 from coslice.orchestrator.admin import Admin, Refused
+from coslice.orchestrator.admission import Admissions
 from coslice.orchestrator.agents import Agents, Link
 from coslice.orchestrator.explain import LINES, explain, jobs, known
 from coslice.orchestrator.groups import GroupLock, Groups
@@ -47,6 +48,7 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         agents: Agents,
         admin: Admin,
         watchers: Watchers,
+        admission: Admissions,
         clock: Clock,
         hello_timeout: float,
         session_grace: float,
@@ -54,7 +56,7 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
     ) -> None:
         self._instance, self._groups, self._sessions, self._verbs = instance, groups, sessions, verbs
         self._agents, self._watchers, self._clock = agents, watchers, clock
-        self._admin = admin
+        self._admin, self._admission = admin, admission
         self._hello_timeout, self._session_grace = hello_timeout, session_grace
         self._tls = tls
         self._end: End | None = None
@@ -177,7 +179,12 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "explain one group: name it")
         await self._check_question(lock, request, context)
         lines = explain(
-            lock, self._groups, now=self._clock.now(), job=request.job, last=request.last or LINES
+            lock,
+            self._groups,
+            now=self._clock.now(),
+            job=request.job,
+            last=request.last or LINES,
+            admission=self._admission.lines(lock, request.job),
         )
         return pb.ExplainResponse(lines=lines)
 
@@ -227,7 +234,8 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
                 check_name("job", request.job)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if request.job and not known(lock, request.job):
+        here = known(lock, request.job) or self._admission.knows(lock, request.job)
+        if request.job and not here:
             there = ", ".join(jobs(lock)) or "none"
             text = f"group {lock.id} knows no job {request.job}: it never asked, or is over; known: {there}"
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
@@ -238,7 +246,10 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         return pb.GetStatusResponse(
             orchestrator=self._instance,
             now=now,
-            groups=[views.status(lock.state, policy=lock.policy, now=now) for lock in locks],
+            groups=[
+                views.status(lock.state, policy=lock.policy, now=now, admission=self._admission.status(lock))
+                for lock in locks
+            ],
         )
 
     async def _check_group(self, group: str, context: Context) -> None:

@@ -7,7 +7,7 @@ Locks are the core's business.
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import assert_never
 
 import grpc
@@ -147,8 +147,18 @@ class Session:
 class Sessions:
     """All sessions of this orchestrator. No await between looking and changing: one loop, one writer."""
 
-    def __init__(self, *, groups: Groups, clock: Clock, grace: float, limit: int) -> None:
+    def __init__(
+        self,
+        *,
+        groups: Groups,
+        clock: Clock,
+        grace: float,
+        limit: int,
+        forgotten: Callable[[Session], None],
+    ) -> None:
+        """``forgotten`` hears of every session that is given up, or over."""
         self._groups, self._clock, self._grace, self._limit = groups, clock, grace, limit
+        self._forgotten = forgotten
         self._sessions: dict[SessionId, Session] = {}
         self._stopping = False
 
@@ -230,6 +240,7 @@ class Sessions:
 
     def _forget(self, session: Session) -> None:
         self._sessions.pop(session.who.session, None)
+        self._forgotten(session)
         for asked in list(session.asked.values()):
             if asked.task is not None:
                 asked.task.cancel()

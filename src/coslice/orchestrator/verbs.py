@@ -15,6 +15,7 @@ from coslice.core import events as ev
 from coslice.core.ids import Epoch, RequestId
 from coslice.core.outcome import Rejected
 from coslice.orchestrator import convert, views
+from coslice.orchestrator.admission import Admissions
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.sessions import Asked, GivenUp, Session
 from coslice.orchestrator.traces import Traces
@@ -32,10 +33,12 @@ class Verbs:
         groups: Groups,
         clock: Clock,
         note: NoteSink,
+        admission: Admissions,
         max_requests: int = 256,
         traces: Traces | None = None,
     ) -> None:
         self._groups, self._clock, self._note = groups, clock, note
+        self._admission = admission
         self._max_requests, self._traces = max_requests, traces
 
     async def handle(self, session: Session, message: pb.ClientMessage) -> None:
@@ -83,8 +86,10 @@ class Verbs:
         if len(locks) > 1:
             self._acquire_several(session, asked, message)
             return
+        event = convert.acquire_event(session.who, message, at=self._clock.now(), more=False)
+        if not self._admission.passes(session, locks[0], event):
+            return
         try:
-            event = convert.acquire_event(session.who, message, at=self._clock.now(), more=False)
             self._traced(locks[0], event, message.traceparent)
             await locks[0].post(event)
         except Rejected as error:
@@ -145,6 +150,8 @@ class Verbs:
     ) -> None:
         done = False
         try:
+            for lock in asked.locks:  # nobody waits at a door with a lease in hand
+                await self._admission.passed(session, lock, event)
             for lock in asked.locks:
                 asked.next, asked.waits_for = asyncio.get_running_loop().create_future(), lock
                 parent = self._traced(lock, event, parent)
@@ -180,6 +187,7 @@ class Verbs:
 
     def _abandon(self, session: Session, request: RequestId, reason: str) -> None:
         asked = session.asked.pop(request, None)
+        self._admission.abandoned(request)
         if asked is not None and asked.task is not None and asked.task.cancel():
             return  # it gives back what it took
         locks = asked.locks if asked is not None else tuple(session.locks.values())

@@ -49,7 +49,9 @@ def stays(group: Group, job: JobId) -> bool:
     return not group.waiters and isinstance(group.occupancy, Resident) and group.occupancy.job == job
 
 
-def status(group: Group, *, policy: str, now: float) -> pb.GroupStatus:
+def status(
+    group: Group, *, policy: str, now: float, admission: pb.AdmissionStatus | None = None
+) -> pb.GroupStatus:
     held = group.occupancy
     holders = [h.session for h in active(held)] if isinstance(held, Held) else []
     return pb.GroupStatus(
@@ -75,6 +77,7 @@ def status(group: Group, *, policy: str, now: float) -> pb.GroupStatus:
         bytes_moved=group.bytes_moved,
         held_s=group.held_s,
         lost_left_s=_lost_left(group, holders, now),
+        admission=admission,
     )
 
 

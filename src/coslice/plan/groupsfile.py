@@ -7,6 +7,8 @@ nodes = ["node1"]
 devices = [[0]]            # of each of these nodes
 # cpus = [2, 3]            # the host accelerator's cores
 # memory = "512MiB"        # and its size
+# admission = "enforce"    # off, warn or enforce, in place of coslice up --admission
+# max_slowdown = 1.10      # what it goes by
 """
 
 import json
@@ -28,6 +30,8 @@ class GroupEntry(Struct, frozen=True, forbid_unknown_fields=True):
     devices: list[list[int]] = []
     cpus: list[int] = []
     memory: str = ""
+    admission: str = ""
+    max_slowdown: float = 0.0
 
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +57,7 @@ def format_groups(plan: Plan) -> str:
             f"# useful duty {group.useful_duty:.1%} of at most {group.duty_bound:.1%}; {slow}",
             "[[groups]]",
             f"name = {json.dumps(group.name)}",
+            f"max_slowdown = {plan.max_slowdown:g}",
             f"jobs = {json.dumps([member.profile for member in group.members])}",
             f"nodes = {json.dumps(list(group.nodes))}",
             f"devices = {json.dumps([list(devices) for devices in group.devices])}",
@@ -97,5 +102,9 @@ def group_options(path: Path, node: str) -> list[str]:
             option += f":cpus={','.join(map(str, group.cpus))}"
         if group.memory:
             option += f":memory={group.memory}"
+        if group.admission:
+            option += f":admission={group.admission}"
+        if group.max_slowdown:
+            option += f":max_slowdown={group.max_slowdown:g}"
         options.append(option)
     return options

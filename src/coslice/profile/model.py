@@ -257,6 +257,29 @@ def encode_profile(profile: Profile) -> bytes:
     return _FIGURES.sub(lambda match: b" ".join(match[0].split()), data) + b"\n"
 
 
+def brief_profile(profile: Profile, *, cycles: int = 32) -> Profile:
+    """The same with its last ``cycles`` cycles only, and without quantiles where there are samples: short
+    enough to be sent with a hello."""
+
+    def short(part: Durations) -> Durations:
+        if not part.samples:
+            return part
+        return msgspec.structs.replace(part, samples=part.samples[-cycles:], quantiles=())
+
+    pools = tuple(
+        msgspec.structs.replace(
+            pool,
+            period=short(pool.period),
+            busy=short(pool.busy),
+            phases=tuple(
+                msgspec.structs.replace(phase, duration=short(phase.duration)) for phase in pool.phases
+            ),
+        )
+        for pool in profile.pools
+    )
+    return msgspec.structs.replace(profile, pools=pools, source=Source(kind=profile.source.kind))
+
+
 def decode_profile(data: bytes, *, path: str | Path = "profile") -> Profile:
     """Raises ``ConfigError`` naming the file and the field."""
     try:

@@ -139,8 +139,8 @@ def _job(engine: Engine, run: Run) -> JobReport | None:
 
 
 def rolling(ends: Sequence[float], solo: Sequence[float], *, steps: int = 10) -> list[float]:
-    """The slowdown of every ``steps`` steps in a row (of all, if they are fewer). Both sequences have the ends
-    of the same steps and, first, the end of the step before; at least two values each."""
+    """The slowdown of every ``steps`` steps in a row (of all, if they are fewer). Both sequences have the
+    ends of the same steps and, first, the end of the step before; at least two values each."""
     few = min(steps, len(ends) - 1)
     return [_ratio(ends, solo, k, k + few) for k in range(len(ends) - few)]
 
