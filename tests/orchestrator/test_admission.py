@@ -21,8 +21,8 @@ def says(busy: float, period: float) -> str:
     return encode_profile(brief_profile(profile)).decode()
 
 
-async def start(world: World, mode: str, **config: object) -> None:
-    group = GroupConfig(id="pool", admission=mode, max_slowdown=1.1)
+async def start(world: World, mode: str, *, bound: float = 1.1, **config: object) -> None:
+    group = GroupConfig(id="pool", admission=mode, max_slowdown=bound)
     await world.start(groups=(group,), **config)
     await world.agent()
 
@@ -107,8 +107,8 @@ async def test_nobody_is_kept_out_without_enforce(world: World, mode: str) -> No
 
 
 async def test_who_declares_nothing_is_on_probation_and_then_judged_by_what_it_did(world: World) -> None:
-    """Both compute nearly all the time: whatever the clock says, they cannot share within 1.1."""
-    await start(world, "enforce")
+    """With a bound of 1 not even the hand-overs may be felt: whatever the clock says, it is refused."""
+    await start(world, "enforce", bound=1.0)
     a, b = await world.client("job-a"), await world.client("job-b")
     await turns(a, 6)
     wanted = await b.ask("pool")

@@ -55,11 +55,6 @@ class DriftTest:
             self._learn(new)
         return len(new)
 
-    @property
-    def learned(self) -> bool:
-        """Does it compare already?"""
-        return self._sums is not None
-
     def _learn(self, times: Sequence[Times]) -> None:
         self._period = _mean([on + off for on, off in times])
         least = LEAST_SPREAD * self._period or 1e-9

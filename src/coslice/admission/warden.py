@@ -48,8 +48,8 @@ MOST_CORRECTION = 1.3
 class _Seat:
     """One start of one job."""
 
-    __slots__ = ("above", "correction", "fresh", "incarnation", "job", "met", "predicted", "queued_at",
-                 "queued_s", "reason", "since", "state")  # fmt: skip
+    __slots__ = ("above", "admitted", "correction", "fresh", "incarnation", "job", "met", "predicted",
+                 "queued_at", "queued_s", "reason", "since", "state")  # fmt: skip
 
     def __init__(self, job: JobId, incarnation: Incarnation, state: State) -> None:
         self.job, self.incarnation, self.state = job, incarnation, state
@@ -60,6 +60,7 @@ class _Seat:
         self.correction = 1.0
         self.fresh = True
         """What it does was not seen for long yet: it is judged again when it was."""
+        self.admitted = state is State.SEATED
         self.met = False
         """The lock knows it."""
         self.queued_at: float | None = None
@@ -383,7 +384,7 @@ class Warden:
 
     def _seat(self, seat: _Seat, plan: Plan, at: float) -> bool:
         """True: it waited at the door, and may enter."""
-        was, seat.state, seat.reason = seat.state, State.SEATED, ""
+        was, seat.state, seat.reason, seat.admitted = seat.state, State.SEATED, "", True
         match was:
             case State.SEATED:
                 return False
@@ -445,14 +446,13 @@ class Warden:
         if plan.now is not None:
             self._keep_figures(plan.now)
         for seat in self._seats.values():
-            new = seat.state is State.PROBATION
             if seat.job in plan.drop:
                 seat.state = State.JUDGED
                 seat.reason = f"{plan.why}; with admission: enforce it would be " + (
-                    "refused" if new else "queued"
+                    "queued" if seat.admitted else "refused"
                 )
             elif seat.state is not State.SEATED:
-                seat.state, seat.reason = State.SEATED, ""
+                seat.state, seat.reason, seat.admitted = State.SEATED, "", True
         if plan.drop:
             job = plan.drop[0]
             self._say(at, Code.WARNED, job, f"{job} beside {names(plan.keep)}: {self._seats[job].reason}")
