@@ -81,6 +81,8 @@ class AcquireRequested(_Event, frozen=True, kw_only=True):
     more: bool = False
     """Part of a request for several groups: the confirmation clock starts at ``AcquireCompleted``."""
     phase: str = ""
+    final: bool = False
+    """Its caller hears the answer or is known to be gone, and confirms nothing."""
     node: str = ""
     """Where the session's process runs, as it says itself; with ``pid`` and ``start_time`` of the process."""
     pid: int = 0

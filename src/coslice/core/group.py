@@ -155,7 +155,14 @@ def _on_acquire(turn: Turn, event: ev.AcquireRequested) -> None:
         turn.emit(fx.Refuse(request=event.request, session=event.session, code=code, reason=text))
         return
     _register(turn, event)
-    ask = Ask(request=event.request, session=event.session, since=turn.at, more=event.more, phase=event.phase)
+    ask = Ask(
+        request=event.request,
+        session=event.session,
+        since=turn.at,
+        more=event.more,
+        phase=event.phase,
+        final=event.final,
+    )
     held = turn.group.occupancy
     if isinstance(held, Held) and held.job == event.job and lease.can_join(held, event.session):
         lease.join(turn, held, ask, world=event.world)

@@ -222,13 +222,14 @@ def end(turn: Turn, held: Held, text: str) -> None:
 
 
 def _holder(turn: Turn, ask: Ask, epoch: Epoch) -> Holder:
-    silent = ask.more or is_lost(turn.group, ask.session)
+    silent = ask.more or ask.final or is_lost(turn.group, ask.session)
     return Holder(
         request=ask.request,
         session=ask.session,
         epoch=epoch,
         waited=max(0.0, turn.at - ask.since),
         more=ask.more,
+        confirmed=ask.final,
         confirm_by=None if silent else turn.at + turn.group.rules.confirm_timeout,
     )
 

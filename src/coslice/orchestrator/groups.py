@@ -69,7 +69,7 @@ class GroupLock:
         self.order = (config.rank, config.id)
         """Place in the global order of groups."""
         self.decisions: deque[Decision] = deque(maxlen=REMEMBERED)
-        self.post, self.tell, self.run = driver.post, driver.tell, driver.run
+        self.post, self.put, self.tell, self.run = driver.post, driver.put, driver.tell, driver.run
 
     @property
     def state(self) -> Group:

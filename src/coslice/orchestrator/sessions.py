@@ -77,6 +77,8 @@ class Session:
         """Groups that have heard of this session."""
         self.forget: asyncio.TimerHandle | None = None
         self.notes = Allowance()
+        self.confirms = True
+        """Its client confirms what it is granted; not if it has no stream to do so."""
 
     def send(self, message: pb.ServerMessage) -> None:
         if self.outbox is not None:

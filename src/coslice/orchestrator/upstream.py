@@ -20,9 +20,11 @@ import grpc
 import grpc.aio
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from coslice.core import events as ev
 from coslice.core.events import ContextState
 from coslice.core.group_state import Empty, Group, Held, Resident, Swapping, open_asks
 from coslice.core.ids import GroupId, Incarnation, JobId, RequestId, SessionId, check_name
+from coslice.core.outcome import Rejected
 from coslice.orchestrator import convert, views
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.outbox import End, Outbox
@@ -184,9 +186,7 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
             await context.abort(stopping.end.status, stopping.end.message)
         if said.HasField("refused"):
             await self._abort(context, said.refused)
-        await self._verbs.handle(
-            caller.session, pb.ClientMessage(confirm=pb.Confirm(request=said.granted.request))
-        )
+        caller.session.asked.pop(convert.scoped(caller.session.who.session, request), None)
         self._holders[GroupId(lock.id)] = caller
         return said.granted.leases[0]
 
@@ -199,18 +199,16 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
                 await self._verbs.handle(caller.session, pb.ClientMessage(abandon=gone))
 
     async def _yield(self, caller: _Caller, lock: GroupLock, held: Held, context: Context) -> None:
-        request = next(self._requests)
-        answer = caller.answers.expect(request)
-        leases = [pb.LeaseRef(group=lock.id, epoch=held.epoch)]
-        message = pb.ClientMessage()
-        getattr(message, "yield").CopyFrom(pb.Yield(request=request, leases=leases))
-        await self._verbs.handle(caller.session, message)
+        who = caller.session.who
+        event = ev.LeaseYielded(at=self._clock.now(), job=who.job, session=who.session, epoch=held.epoch)
+        yielded = lock.put(event)
+        if caller.calls == 1:  # nobody else of the job is here: its session ends in the same turn
+            self._close(caller, lock)
         try:
-            said = await answer
-        except Ended as stopping:
-            await context.abort(stopping.end.status, stopping.end.message)
-        if said.HasField("refused"):
-            await self._abort(context, said.refused)
+            await yielded
+        except Rejected as refusal:
+            await self._abort(context, convert.rejection("", refusal).refused)
+        caller.session.forget_lease(lock.id, held.epoch)
 
     # ── who calls ──────────────────────────────────────────────────────────
 
@@ -245,6 +243,7 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
             await self._abort(abort, refusal.refused)
         answers = _Answers()
         caller = _Caller(self._sessions.admit(who, answers), answers)
+        caller.session.confirms = False
         self._callers[job, lock.id] = caller
         if views.knows(lock.state, who.session):
             await self._sessions.resume(caller.session)

@@ -86,7 +86,8 @@ class Verbs:
         if len(locks) > 1:
             self._acquire_several(session, asked, message)
             return
-        event = convert.acquire_event(session.who, message, at=self._clock.now(), more=False)
+        now, final = self._clock.now(), not session.confirms
+        event = convert.acquire_event(session.who, message, at=now, more=False, final=final)
         if not self._admission.passes(session, locks[0], event):
             return
         try:

@@ -120,12 +120,17 @@ class Driver(Generic[S, E, F]):
         Raises what the machine raised for this event (``Rejected``), the error of a failed save, or
         ``Stopped``. Being cancelled takes nothing back: the event happened.
         """
+        await self.put(event)
+
+    def put(self, event: E) -> "asyncio.Future[None]":
+        """As ``post``, which waits for what this returns: what is told next comes after it, in the same turn
+        if nothing is awaited between."""
         if self._stopped is not None:
             raise Stopped(str(self._stopped)) from self._stopped.__cause__
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inbox.append(_Post(event, done))
         self._ring()
-        await done
+        return done
 
     def tell(self, event: E) -> None:
         """Post without waiting. A refusal is recorded and raised to nobody."""

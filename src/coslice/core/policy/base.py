@@ -25,6 +25,8 @@ class Ask(Struct, frozen=True, kw_only=True):
     since: float
     more: bool = False
     phase: str = ""
+    final: bool = False
+    """Nobody will confirm the grant: it counts as confirmed when it is given."""
 
 
 class Waiter(Struct, frozen=True, kw_only=True):
