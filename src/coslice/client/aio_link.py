@@ -171,7 +171,7 @@ class AioLink:
             self._session.closed(now=time.monotonic(), trouble=str(error))
             return False, None
         async with dialled as channel:
-            call = pb_grpc.OrchestratorStub(channel).Session(_until_none(outbox), metadata=metadata)
+            call = pb_grpc.OrchestratorStub(channel).Session(_Messages(outbox), metadata=metadata)
             self._outbox = outbox
             self._session.opened()
             self._flush()
@@ -206,9 +206,20 @@ class AioLink:
                     pass
 
 
-async def _until_none(outbox: asyncio.Queue[pb.ClientMessage | None]) -> AsyncIterator[pb.ClientMessage]:
-    while (message := await outbox.get()) is not None:
-        yield message
+class _Messages:
+    """Until None. No generator: gRPC drops its iterator when a call ends, and one that waits cannot be
+    closed."""
+
+    def __init__(self, outbox: asyncio.Queue[pb.ClientMessage | None]) -> None:
+        self._outbox = outbox
+
+    def __aiter__(self) -> AsyncIterator[pb.ClientMessage]:
+        return self
+
+    async def __anext__(self) -> pb.ClientMessage:
+        if (message := await self._outbox.get()) is None:
+            raise StopAsyncIteration
+        return message
 
 
 _Key = tuple[str | None, str, str, int]

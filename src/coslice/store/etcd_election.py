@@ -63,6 +63,7 @@ class EtcdElection:
 
     async def campaign(self) -> tuple[Tenure, Store]:
         while True:
+            self.leader = None
             lease = await self._fresh_lease()
             try:
                 revision = await self._until(lease, self._win(lease))

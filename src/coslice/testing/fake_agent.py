@@ -7,13 +7,14 @@ lacks is only the moving of bytes.
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from coslice.security.credentials import PLAIN, Credentials
+from coslice.wire.leader import LEADER_FOR_AGENTS, Dial
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
@@ -21,6 +22,13 @@ Behaviour = Callable[[pb.MakeResident], Awaitable[pb.OpFailed | None]]
 """Called once for each new operation; returns None to succeed, or the failure to report."""
 
 RECONNECT = 0.05
+OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+"""As a real agent's: one that is cut off notices."""
 
 
 def instant() -> Behaviour:
@@ -98,7 +106,8 @@ class FakeAgent:
         self.unknown_groups: tuple[str, ...] = ()
         self.refused: grpc.aio.AioRpcError | None = None
         """Set once the orchestrator refused this agent; it does not dial again."""
-        self._orchestrator, self._budget = orchestrator, device_budget
+        self._dial = Dial(orchestrator, encrypted=credentials.encrypted, key=LEADER_FOR_AGENTS)
+        self._budget = device_budget
         self._books = {group: _Books() for group in self.groups}
         self._answers: dict[str, pb.AgentMessage] = {}
         self._outgoing: asyncio.Queue[pb.AgentMessage] | None = None
@@ -162,9 +171,11 @@ class FakeAgent:
 
     async def _stay_attached(self) -> None:
         while self.refused is None:
+            trailers: Iterable[Any] | None = None
             try:
                 await self._attach()
             except grpc.aio.AioRpcError as error:
+                trailers = error.trailing_metadata()
                 if error.code() in (grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.INVALID_ARGUMENT):
                     self.refused = error
                     await self._tell()
@@ -172,10 +183,11 @@ class FakeAgent:
             except asyncio.CancelledError:
                 if self._stream is None or not self._stream.cancelled() or _being_cancelled():
                     raise
-            await asyncio.sleep(RECONNECT)  # a listener that is not there gives no notice of its return
+            if self._dial.failed(trailers):
+                await asyncio.sleep(RECONNECT)  # a listener that is not there gives no notice of its return
 
     async def _attach(self) -> None:
-        async with self._credentials.aio_channel(self._orchestrator) as channel:
+        async with self._credentials.aio_channel(self._dial.address, OPTIONS) as channel:
             stub: Any = pb_grpc.OrchestratorStub(
                 channel
             )  # the stubs want an iterator, which aio does not need
