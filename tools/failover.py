@@ -2,9 +2,9 @@
 
     python tools/failover.py --groups 100 --waiters 5 --json build/failover.json
 
-Real processes: an etcd, three orchestrators; all jobs and agents (with simulated devices) in this process. The
-holders yield right after the kill, so that every group owes a grant. ``first_s`` and ``last_s``: from the kill
-to the first grant of the first and of the last group. Order, losses and doubles are judged by this process.
+Real processes: an etcd, three orchestrators; all jobs and agents (with simulated devices) in this process.
+The holders yield right after the kill, so that every group owes a grant. ``first_s`` and ``last_s``: from the
+kill to the first grant of the first and of the last group. Order, losses and doubles are judged here.
 Needs etcd (``apt-get install etcd-server``).
 """
 

@@ -133,7 +133,12 @@ class Crowd:
 
     async def _enter(self, group: str, job: str) -> int:
         client = self._clients[job] = AsyncClient(
-            self._addresses, job=job, groups=group, incarnation="1", reconnect_timeout=5 * BOUND
+            self._addresses,
+            job=job,
+            groups=group,
+            incarnation="1",
+            connect_timeout=5 * BOUND,
+            reconnect_timeout=5 * BOUND,
         )
         grant = await client.acquire(timeout=5 * BOUND)
         if self._inside[group]:
