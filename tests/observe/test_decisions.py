@@ -12,6 +12,8 @@ from observe.conftest import GROUP, Machine
 from orchestrator.world import World
 
 from coslice.core.effects import ReasonCode
+from coslice.core.events import MemberGone
+from coslice.core.ids import JobId, MemberId
 from coslice.errors import ConfigError
 from coslice.observe.decisions import FIELDS, JsonLines, level_of, set_up
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -67,6 +69,9 @@ def test_what_went_wrong_is_a_warning_and_a_quiet_day_says_nothing() -> None:
     wrong = {ReasonCode.JOB_FAULTED, ReasonCode.BLOCKED, ReasonCode.KILLED, ReasonCode.NODE_LOST}
     assert {level_of(code) for code in ordinary} == {logging.INFO}
     assert {level_of(code) for code in wrong} == {logging.WARNING}
+    ended = MemberGone(at=0.0, job=JobId("job-a"), member=MemberId("job-a/1"))
+    assert level_of(ReasonCode.LOST, ended) == logging.INFO, "a job that ends leaves a state behind"
+    assert level_of(ReasonCode.LOST) == logging.WARNING
 
 
 SECRETS = ("coslice1.eyJhIjoxfQ.c2VjcmV0", "hunter2", "s3cr3t")

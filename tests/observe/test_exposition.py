@@ -45,11 +45,11 @@ async def test_the_figures_of_real_hand_overs_agree_with_each_other(machine: Mac
         "coslice_agent_operations_total", group=GROUP, outcome="done"
     )
     assert seen.value("coslice_agent_contexts", group=GROUP, state="saved") == 1
-    assert seen.value("coslice_agent_job_bytes", group=GROUP, job="job-b", state="live") == 8 * MIB
+    assert seen.value("coslice_agent_job_bytes", group=GROUP, job_id="job-b", state="live") == 8 * MIB
     assert seen.value("coslice_agent_host_bytes", kind="held") >= 8 * MIB
     assert seen.value("coslice_agent_device_bytes", group=GROUP, kind="budget") == 12 * MIB
-    assert seen.value("coslice_job_turns_total", group=GROUP, job="job-a") == 3
-    assert seen.value("coslice_job_slowdown_ratio", group=GROUP, job="job-a") >= 1
+    assert seen.value("coslice_job_turns_total", group=GROUP, job_id="job-a") == 3
+    assert seen.value("coslice_job_slowdown_ratio", group=GROUP, job_id="job-a") >= 1
     assert seen.value("coslice_leader") == 1
     assert seen.value("coslice_sessions", state="connected") == 2
 

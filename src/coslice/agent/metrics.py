@@ -71,7 +71,9 @@ HOST = Metric(
 DISK = Metric("coslice_agent_disk_bytes", "gauge", "The disk tier: budget and used.", ("kind",))
 CONTEXTS = Metric("coslice_agent_contexts", "gauge", "Jobs, by where their state is.", ("group", "state"))
 MEMBERS = Metric("coslice_agent_members", "gauge", "Registered processes.", ("group",))
-JOB = Metric("coslice_agent_job_bytes", "gauge", "State of a job, by where it is.", ("group", "job", "state"))
+JOB = Metric(
+    "coslice_agent_job_bytes", "gauge", "State of a job, by where it is.", ("group", "job_id", "state")
+)
 BUSY = Metric(
     "coslice_agent_device_busy_seconds_total",
     "counter",

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from coslice.core.effects import ReasonCode
+from coslice.core.events import MemberGone
 from coslice.core.outcome import Step
 from coslice.errors import ConfigError
 from coslice.security import redact
@@ -29,19 +30,18 @@ DETAILS = frozenset(
 )
 
 
-def level_of(code: ReasonCode) -> int:
+def level_of(code: ReasonCode, event: object = None) -> int:
+    if code is R.LOST and isinstance(event, MemberGone):
+        return logging.INFO  # a process that ended, perhaps as planned, needs its state no more
     if code in WARNINGS:
         return logging.WARNING
     return logging.DEBUG if code in DETAILS else logging.INFO
 
 
-_LEVELS = {code: level_of(code) for code in ReasonCode}
-
-
 def tell(where: Mapping[str, object], event: object, step: Step[Any, Any]) -> None:
     """``where``: names of the group and whatever else says whose decision it was."""
     for reason in step.reasons:
-        level = _LEVELS[reason.code]
+        level = level_of(reason.code, event)
         if log.isEnabledFor(level):
             fields = {**where, "event": type(event).__name__, "reason": reason.code.value}
             if (job := getattr(event, "job", "")) != "":

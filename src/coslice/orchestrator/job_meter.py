@@ -23,14 +23,14 @@ SLOWDOWN = Metric(
     "coslice_job_slowdown_ratio",
     "gauge",
     "Estimated step time shared ÷ alone, over the last turns; from the third turn on.",
-    ("group", "job"),
+    ("group", "job_id"),
 )
-TURNS = Metric("coslice_job_turns_total", "counter", "Leases that ended.", ("group", "job"))
+TURNS = Metric("coslice_job_turns_total", "counter", "Leases that ended.", ("group", "job_id"))
 HELD = Metric(
-    "coslice_job_held_seconds_total", "counter", "Time held, of leases that ended.", ("group", "job")
+    "coslice_job_held_seconds_total", "counter", "Time held, of leases that ended.", ("group", "job_id")
 )
 WAITED = Metric(
-    "coslice_job_waited_seconds_total", "counter", "Time waited, of leases that ended.", ("group", "job")
+    "coslice_job_waited_seconds_total", "counter", "Time waited, of leases that ended.", ("group", "job_id")
 )
 OF_JOBS = (SLOWDOWN, TURNS, HELD, WAITED)
 
