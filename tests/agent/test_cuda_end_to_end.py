@@ -12,6 +12,7 @@ from coslice.testing.fake_cuda import FakeNode
 
 TURNS = 4
 JOB = Path(__file__).with_name("cuda_turns.py")
+LONG = Path(__file__).with_name("cuda_long_phase.py")
 
 
 async def start(node: FakeNode, *words: str) -> asyncio.subprocess.Process:
@@ -53,6 +54,51 @@ async def test_two_jobs_that_register_nothing_take_turns(
         assert node.poisonings == 0
     finally:
         for process in (*jobs, up):
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
+
+
+async def test_a_job_that_does_not_end_its_phase_is_frozen_thawed_and_goes_on(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its phase waits for the other job's last turn, which it has only if the first one gives way."""
+    node = FakeNode(tmp_path / "node", libraries=libraries(tmp_path_factory), capacity=6 * MIB)
+    journal, done = tmp_path / "s" / "journal.jsonl", tmp_path / "done"
+    up = await start(
+        node,
+        *("up", "--device", "cuda", "--json", "--listen", "127.0.0.1:0", "--agent-listen", "127.0.0.1:0"),
+        *("--state", str(tmp_path / "s"), "--backend", "cuda:margin=0", "--set", "max_hold=300ms"),
+        *("--policy", "fifo"),
+    )
+    processes = [up]
+    try:
+        assert up.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            ready = json.loads(await up.stdout.readline())
+        address = ("-o", ready["orchestrator"], "--agent", ready["agent"])
+
+        async def run(name: str, *command: str) -> asyncio.subprocess.Process:
+            words = ("run", *address, "--job", name, "--backend", "cuda", "--", sys.executable, *command)
+            processes.append(await start(node, *words))
+            return processes[-1]
+
+        long = await run("long", str(LONG), str(4 * MIB), str(done))
+        short = await run("short", str(JOB), "--bytes", str(4 * MIB), "--turns", "2")
+        async with asyncio.timeout(2 * PATIENCE):
+            _, err = await short.communicate()
+            assert short.returncode == 0, err.decode()
+            done.touch()
+            out, err = await long.communicate()
+        assert long.returncode == 0, err.decode()
+        assert out.decode().startswith("ended after ")
+        assert node.poisonings == 0
+        lines = [json.loads(line) for line in journal.read_text().splitlines()]
+        codes = [code for line in lines for code, _ in line.get("reasons", ())]
+        assert "frozen" in codes
+        assert "thawed" in codes
+    finally:
+        for process in reversed(processes):
             if process.returncode is None:
                 process.terminate()
             await process.wait()

@@ -5,6 +5,7 @@ here reads the environment or the machine, so a wrong setting is found before an
 """
 
 from pathlib import Path
+from typing import Literal
 
 from msgspec import Struct
 
@@ -59,7 +60,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     """Listen beyond loopback without TLS and tokens."""
     retries: int = 3
     """How often a failed move is tried again."""
-    on_stuck: str = "kill"
+    on_stuck: Literal["kill", "wait"] = "kill"
     stuck_grace: float = 60.0
     section_wait: float = 30.0
     """How long a workload may take to leave its accelerator section before it answers BUSY, in seconds."""

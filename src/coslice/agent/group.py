@@ -57,7 +57,7 @@ def holdings_for(
         retries=config.retries,
         snapshot_timeout=move_seconds,
         restore_timeout=move_seconds,
-        on_stuck="kill" if config.on_stuck == "kill" else "wait",
+        on_stuck=config.on_stuck,
         stuck_grace=config.stuck_grace,
     )
     fresh = stored or Holdings(group=devices.group, node=config.node)

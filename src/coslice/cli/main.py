@@ -54,6 +54,14 @@ GroupsFile = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A time or a limit, e.g. [b]max_hold=30m[/b]; repeat for several (docs/settings.md lists them).",
+    ),
+]
 simulate_commands.add(app, bench_app)
 security.add(app)
 move.add(app)
@@ -242,6 +250,7 @@ def up(
     otlp: Otlp = None,
     log_level: LogLevel = "warning",
     log_format: LogFormat = "text",
+    set_: Set = None,
     json: Json = False,
 ) -> None:
     """Run orchestrator and agent of this machine in one process, until Ctrl-C."""
@@ -270,6 +279,7 @@ def up(
             listen_agents=listen_agents,
             http=http,
             otlp=otlp,
+            settings=tuple(set_ or ()),
             json=json,
         )
     )
@@ -312,6 +322,7 @@ def orchestrator(
     otlp: Otlp = None,
     log_level: LogLevel = "warning",
     log_format: LogFormat = "text",
+    set_: Set = None,
     json: Json = False,
 ) -> None:
     """Run the orchestrator alone; agents of several nodes dial in. Several of them may share a store."""
@@ -331,6 +342,7 @@ def orchestrator(
         listen_agents=listen_agents,
         http=http,
         otlp=otlp,
+        settings=tuple(set_ or ()),
         json=json,
     )
 
@@ -362,6 +374,7 @@ def agent(
     otlp: Otlp = None,
     log_level: LogLevel = "warning",
     log_format: LogFormat = "text",
+    set_: Set = None,
     json: Json = False,
 ) -> None:
     """Run the Snapshot Agent of this node alone; it dials the orchestrator."""
@@ -385,6 +398,7 @@ def agent(
         security=Security(make_tls(tls_cert, tls_key, tls_ca), token_secret, insecure),
         http=http,
         otlp=otlp,
+        settings=tuple(set_ or ()),
         json=json,
     )
     run_agent(options)

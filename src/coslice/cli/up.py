@@ -25,6 +25,7 @@ from coslice.admission.model import MODES, Mode
 from coslice.agent.app import AgentApp
 from coslice.agent.backends.resolve import parse_backend
 from coslice.agent.config import AgentConfig, GroupDevices
+from coslice.cli.settings import Settings, applied, parse_settings
 from coslice.core.ids import GroupId, NodeId, check_name
 from coslice.core.policy import policy_named
 from coslice.errors import ConfigError
@@ -69,6 +70,7 @@ class UpOptions:
     backends: tuple[str, ...] = ()
     http: str | None = None
     otlp: str | None = None
+    settings: tuple[str, ...] = ()
     json: bool = False
 
 
@@ -80,27 +82,27 @@ class App(Protocol):
 def run_up(options: UpOptions) -> None:
     devices = _devices(options)
     policy = _policy(options.policy)
+    settings = parse_settings(options.settings, OrchestratorConfig, AgentConfig)
     sight = _Sight(options.http, options.otlp, options.security, service="coslice")
     with _StateDir(options.state, "up", ephemeral=options.ephemeral) as folder:
-        orchestrator = OrchestratorApp(
-            OrchestratorConfig(
-                listen=options.listen,
-                **_secured(options.security),
-                listen_agents=options.listen_agents,
-                store=str(folder / "orchestrator.db"),
-                journal=str(folder / "journal.jsonl"),
-                groups=tuple(_group(spec, options, policy) for spec in options.groups or ("default",)),
-            ),
-            board=sight.board,
-            tracing=sight.tracing,
+        config = OrchestratorConfig(
+            listen=options.listen,
+            **_secured(options.security),
+            listen_agents=options.listen_agents,
+            store=str(folder / "orchestrator.db"),
+            journal=str(folder / "journal.jsonl"),
+            groups=tuple(_group(spec, options, policy) for spec in options.groups or ("default",)),
         )
+        orchestrator = OrchestratorApp(applied(config, settings), board=sight.board, tracing=sight.tracing)
 
         async def serve(stack: AsyncExitStack) -> None:
             await sight.start(stack)
             await _start(stack, orchestrator)
             # The agent dials the address that was really bound: port 0 asks the system for a free one.
             agent = AgentApp(
-                _agent_config(options, devices, _within(orchestrator.agents_address), folder, own=True),
+                _agent_config(
+                    options, devices, _within(orchestrator.agents_address), folder, settings, own=True
+                ),
                 board=sight.board,
                 tracing=sight.tracing,
             )
@@ -125,29 +127,28 @@ def run_orchestrator(
     listen_agents: str | None = None,
     http: str | None = None,
     otlp: str | None = None,
+    settings: tuple[str, ...] = (),
     json: bool,
 ) -> None:
     name = _policy(policy)
+    times = parse_settings(settings, OrchestratorConfig)
     sight = _Sight(http, otlp, security, service="coslice-orchestrator")
     with _StateDir(state, "orchestrator", ephemeral=False) as folder:
-        app = OrchestratorApp(
-            OrchestratorConfig(
-                listen=listen,
-                **_secured(security),
-                listen_agents=listen_agents,
-                store=store or str(folder / "orchestrator.db"),
-                advertise=advertise,
-                leader_ttl=leader_ttl,
-                journal=str(folder / "journal.jsonl"),
-                groups=(),
-                open_groups=True,
-                default_policy=name,
-                default_admission=_mode(admission),
-                default_max_slowdown=max_slowdown,
-            ),
-            board=sight.board,
-            tracing=sight.tracing,
+        config = OrchestratorConfig(
+            listen=listen,
+            **_secured(security),
+            listen_agents=listen_agents,
+            store=store or str(folder / "orchestrator.db"),
+            advertise=advertise,
+            leader_ttl=leader_ttl,
+            journal=str(folder / "journal.jsonl"),
+            groups=(),
+            open_groups=True,
+            default_policy=name,
+            default_admission=_mode(admission),
+            default_max_slowdown=max_slowdown,
         )
+        app = OrchestratorApp(applied(config, times), board=sight.board, tracing=sight.tracing)
 
         async def serve(stack: AsyncExitStack) -> None:
             await sight.start(stack)
@@ -165,10 +166,13 @@ def run_orchestrator(
 
 def run_agent(options: UpOptions) -> None:
     devices = _devices(options)
+    settings = parse_settings(options.settings, AgentConfig)
     sight = _Sight(options.http, options.otlp, options.security, service="coslice-agent")
     with _StateDir(options.state, f"agent-{_node(options)}", ephemeral=options.ephemeral) as folder:
         agent = AgentApp(
-            _agent_config(options, devices, options.listen, folder), board=sight.board, tracing=sight.tracing
+            _agent_config(options, devices, options.listen, folder, settings),
+            board=sight.board,
+            tracing=sight.tracing,
         )
 
         async def serve(stack: AsyncExitStack) -> None:
@@ -319,6 +323,7 @@ def _agent_config(
     devices: tuple[GroupDevices, ...],
     orchestrator: str,
     folder: Path,
+    settings: Settings,
     *,
     own: bool = False,
 ) -> AgentConfig:
@@ -327,7 +332,7 @@ def _agent_config(
     if options.disk_dir is not None and not options.disk:
         raise ConfigError("--disk-dir says where, but not how much: add --disk SIZE, or leave it out")
     backends = [parse_backend(text) for text in options.backends]
-    return AgentConfig(
+    config = AgentConfig(
         node=_node(options),
         orchestrator=orchestrator,
         tls=options.security.tls,
@@ -345,6 +350,7 @@ def _agent_config(
         backend=backends[0].name if backends else "app_channel",
         backends={spec.name: spec.settings for spec in backends},
     )
+    return applied(config, settings)
 
 
 def _secured(security: Security) -> dict[str, Any]:
