@@ -76,7 +76,7 @@ def step(holdings: Holdings, event: NodeEvent) -> Step[Holdings, NodeEffect]:
     advance(turn)
     forget_old_losses(turn)
     effects = tuple(turn.effects)
-    if not same_word(holdings, turn.holdings) and facts(turn.holdings) != facts(holdings):
+    if turn.holdings is not holdings and not same_word(holdings, turn.holdings):
         turn.set(version=holdings.version + 1)
         effects = (fx.PushFacts(), *effects)  # first, so that a report is never ahead of what it reports
     return Step(turn.holdings, effects, tuple(turn.reasons))
@@ -85,7 +85,8 @@ def step(holdings: Holdings, event: NodeEvent) -> Step[Holdings, NodeEffect]:
 def next_deadline(holdings: Holdings) -> float | None:
     """When ``DeadlinePassed`` is due if nothing else happens first, in seconds on the driver's clock."""
     moving = in_transit(holdings)
-    if moving is not None and isinstance(moving.place, Leaving | Returning):
+    if moving is not None:
+        assert isinstance(moving.place, Leaving | Returning)
         return moving.place.until
     return holdings.running.room_by if holdings.running is not None else None
 
@@ -135,24 +136,24 @@ def resume(holdings: Holdings) -> tuple[NodeEffect, ...]:
 
 
 def _hear(turn: NodeTurn, event: NodeEvent) -> None:
-    match event:
+    match event:  # what happens often comes first
         case ev.MakeResidentCommanded():
             _on_command(turn, event)
+        case ev.SnapshotSucceeded():
+            _on_snapshot_succeeded(turn, event)
+        case ev.RestoreSucceeded():
+            _on_restore_succeeded(turn, event)
+        case ev.UsageMeasured():
+            _on_measured(turn, event)
         case ev.MemberRegistered():
             on_registered(turn, event)
         case ev.MemberResized():
             on_resized(turn, event)
         case ev.MemberGone():
             on_gone(turn, event)
-        case ev.UsageMeasured():
-            _on_measured(turn, event)
-        case ev.SnapshotSucceeded():
-            _on_snapshot_succeeded(turn, event)
         case ev.SnapshotFailed():
             if (found := _leaving(turn, event)) is not None:
                 snapshot_failed(turn, *found, event.reason, busy=event.busy, no_room=event.no_room)
-        case ev.RestoreSucceeded():
-            _on_restore_succeeded(turn, event)
         case ev.RestoreFailed():
             if (back := _returning(turn, event)) is not None:
                 restore_failed(turn, *back, event.reason, lost=event.lost)
@@ -171,7 +172,8 @@ def _hear(turn: NodeTurn, event: NodeEvent) -> None:
 
 def _on_command(turn: NodeTurn, event: ev.MakeResidentCommanded) -> None:
     held = turn.holdings
-    if any(o is not None and o.op == event.op for o in (held.running, held.queued)):
+    running, queued = held.running, held.queued
+    if (running is not None and running.op == event.op) or (queued is not None and queued.op == event.op):
         turn.say(ReasonCode.REPEATED, f"{event.op} is on its way")
     elif held.finished is not None and held.finished.op == event.op:
         turn.effects.append(held.finished)

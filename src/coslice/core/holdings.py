@@ -119,6 +119,7 @@ class Lost(Struct, frozen=True, tag=True):
 
 
 Place = Live | Leaving | Partly | Saved | Returning | Lost
+_MOVING = (Leaving, Returning)
 
 
 class Context(Struct, frozen=True, kw_only=True):
@@ -216,7 +217,7 @@ def find(holdings: Holdings, job: JobId) -> Context | None:
 
 def in_transit(holdings: Holdings) -> Context | None:
     for context in holdings.contexts:
-        if isinstance(context.place, Leaving | Returning):
+        if type(context.place) in _MOVING:
             return context
     return None
 
@@ -230,11 +231,16 @@ def reserve(holdings: Holdings, context: Context) -> int:
     Only a job that declared its need stays beside another. What an undeclared one used so far (building, a
     first rollout) may be a tenth of its first training step, and then somebody has to be killed.
     """
+    declared = _declared(context)
+    return max(least(holdings, context), declared) if declared else 0
+
+
+def _declared(context: Context) -> int:
     declared = context.need
     for member in context.members:
         if member.need > declared:
             declared = member.need
-    return max(least(holdings, context), declared) if declared else 0
+    return declared
 
 
 def least(holdings: Holdings, context: Context) -> int:
@@ -255,15 +261,17 @@ def least(holdings: Holdings, context: Context) -> int:
 def restores_into(holdings: Holdings, job: JobId, declared: int) -> int:
     """The room that a restore of ``job`` must find."""
     context = find(holdings, job)
-    known = 0 if context is None or isinstance(context.place, Lost) else least(holdings, context)
-    return max(need_of(holdings, job, declared), known)
+    if context is None or isinstance(context.place, Lost):
+        return declared
+    return max(declared, least(holdings, context), _declared(context))
 
 
 def need_of(holdings: Holdings, job: JobId, declared: int) -> int:
     """What a job that shall come in will take; 0: unknown."""
     context = find(holdings, job)
-    known = 0 if context is None or isinstance(context.place, Lost) else reserve(holdings, context)
-    return max(declared, known)
+    if context is None or isinstance(context.place, Lost):
+        return declared
+    return max(declared, reserve(holdings, context))
 
 
 def occupies(context: Context) -> bool:
@@ -282,12 +290,15 @@ def occupies(context: Context) -> bool:
 def others(holdings: Holdings, job: JobId) -> list[Context]:
     """Who else is on the device, least recently used first, in an order that only the state decides."""
 
+    found = [c for c in holdings.contexts if c.job != job and not isinstance(c.place, Saved) and occupies(c)]
+    if len(found) < 2:
+        return found
+
     def age(context: Context) -> tuple[int, JobId]:
         known = context.job in holdings.recent
         return (-holdings.recent.index(context.job) if known else -len(holdings.recent), context.job)
 
-    found = [c for c in holdings.contexts if c.job != job and occupies(c)]
-    return sorted(found, key=age) if len(found) > 1 else found
+    return sorted(found, key=age)
 
 
 def taken(holdings: Holdings, context: Context) -> int:
@@ -312,11 +323,9 @@ def residuals(holdings: Holdings, *, but: JobId) -> int:
 def fits_beside(holdings: Holdings, job: JobId, need: int, beside: Iterable[Context]) -> bool:
     """Is there room for ``need`` bytes with those jobs left where they are? Unknown figures never fit."""
     shares = [taken(holdings, c) for c in beside]
-    if not shares:
-        return need + residuals(holdings, but=job) <= holdings.device_budget or not (
-            holdings.device_budget and need
-        )
-    if not holdings.device_budget or not need or not all(shares):
+    if not holdings.device_budget or not need:
+        return not shares
+    if not all(shares):
         return False
     return need + sum(shares) + residuals(holdings, but=job) <= holdings.device_budget
 
@@ -336,33 +345,51 @@ def fit_text(holdings: Holdings, need: int, beside: Iterable[Context]) -> str:
 
 
 def same_word(before: Holdings, after: Holdings) -> bool:
-    """Are ``facts`` of both equal for sure? True only where all that they are made of is the very same."""
+    """Do ``facts`` of both say the same? As ``facts(before) == facts(after)``, but most is not even built."""
+    if before.rules is not after.rules or len(before.contexts) != len(after.contexts):
+        return facts(before) == facts(after)
+    if before.contexts is not after.contexts or before.recent != after.recent:
+        for one, other in zip(before.contexts, after.contexts, strict=True):
+            # Of all but a live one, what is said follows from the context (and the rules) alone.
+            if (one is not other or isinstance(one.place, Live)) and not _same_fact(
+                before, one, after, other
+            ):
+                return False
+        if (_used(before), saved_bytes(before)) != (_used(after), saved_bytes(after)):
+            return False
     return (
-        before.contexts is after.contexts
-        and before.ended is after.ended
-        and before.recent == after.recent
-        and before.rules is after.rules
+        before.ended == after.ended
         and before.version == after.version
         and (before.device_budget, before.host_budget) == (after.device_budget, after.host_budget)
         and before.accelerator == after.accelerator
     )
 
 
+def _same_fact(before: Holdings, one: Context, after: Holdings, other: Context) -> bool:
+    return _said(before, one) == _said(after, other) and (
+        one is other or _fact(before, one) == _fact(after, other)
+    )
+
+
 def facts(holdings: Holdings) -> NodeFacts:
     """Our word on what is here. ``LIVE`` is said only of a job that may be granted without a command."""
-    used = 0
-    for context in holdings.contexts:
-        used += context.place.residual if isinstance(context.place, Saved) else context.use
     return NodeFacts(
         version=holdings.version,
         contexts=tuple([_fact(holdings, c) for c in holdings.contexts]),
         ended=holdings.ended,
         device_budget=holdings.device_budget,
-        device_used=used,
+        device_used=_used(holdings),
         host_budget=holdings.host_budget,
         host_used=saved_bytes(holdings),
         accelerator=holdings.accelerator,
     )
+
+
+def _used(holdings: Holdings) -> int:
+    total = 0
+    for context in holdings.contexts:
+        total += context.place.residual if isinstance(context.place, Saved) else context.use
+    return total
 
 
 def saved_bytes(holdings: Holdings) -> int:
@@ -390,6 +417,8 @@ def _fact(holdings: Holdings, context: Context) -> ContextFact:
 
 def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
     match context.place:
+        case Saved():  # most of them
+            return ContextState.SAVED, ""
         case Live(whole=False, reason=reason):
             return ContextState.LEAVING, reason
         case Live():
@@ -411,8 +440,6 @@ def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
             return ContextState.LEAVING, f"stuck: {reason}; unless it leaves within {grace:g} s it is killed"
         case Partly(saved=saved, left=left):
             return ContextState.LEAVING, f"{mib(saved)} are in host memory, {mib(left)} wait on the device"
-        case Saved():
-            return ContextState.SAVED, ""
         case Returning(reason=reason):
             return ContextState.RETURNING, reason
         case Lost(reason=reason):

@@ -97,7 +97,10 @@ def settled(context: Context) -> Context:
     """Where the state is follows from where the processes say theirs is, unless it is being moved, or a move
     of it ended half-way."""
     place = context.place
-    if not isinstance(place, Live | Saved | Partly) or (isinstance(place, Live) and not place.sure):
+    if isinstance(place, Live):
+        if not place.sure:
+            return context
+    elif not isinstance(place, Saved | Partly):
         return context
     parked = [m.parked for m in context.members]
     away = [m.parked or m.part for m in context.members]
@@ -203,6 +206,8 @@ def on_forgotten(turn: NodeTurn, job: JobId) -> None:
 
 
 def forget_old_losses(turn: NodeTurn) -> None:
+    if len(turn.holdings.contexts) <= LOST_KEPT:
+        return
     bare = [c.job for c in turn.holdings.contexts if isinstance(c.place, Lost) and not c.members]
     for job in bare[: max(0, len(bare) - LOST_KEPT)]:
         turn.remove(job)

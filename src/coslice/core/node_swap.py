@@ -65,13 +65,14 @@ def _next_move(turn: NodeTurn, op: Operation) -> bool:
     room = restores_into(held, op.job, op.need)
     if held.device_budget and room > held.device_budget:
         return _no_room(turn, op, room, beside=0)
-    if (evictee := _to_evict(held, op, need)) is not None:
+    beside = others(held, op.job)
+    if beside and (evictee := _to_evict(held, op, need, beside)) is not None:
         _evict(turn, op, evictee, need)
         return True
     if context is None or not _must_return(context):
         _done(turn, op, context, need)
         return True
-    if not fits_beside(held, op.job, room, others(held, op.job)):
+    if not fits_beside(held, op.job, room, beside):
         return _await_room(turn, op, room)
     try_restore(turn, op, context)
     return True
@@ -79,16 +80,17 @@ def _next_move(turn: NodeTurn, op: Operation) -> bool:
 
 def _must_return(context: Context) -> bool:
     place = context.place
-    return isinstance(place, Saved | Partly) or (isinstance(place, Live) and not place.whole)
+    if isinstance(place, Live):
+        return not place.whole
+    return isinstance(place, Saved | Partly)
 
 
-def _to_evict(held: Holdings, op: Operation, need: int) -> Context | None:
+def _to_evict(held: Holdings, op: Operation, need: int, beside: list[Context]) -> Context | None:
     """The least recently used job that has to go, if any. An unknown figure means that it cannot stay."""
-    beside = others(held, op.job)
-    frozen = next((c for c in beside if c.job in op.freeze), None)
+    frozen = next((c for c in beside if c.job in op.freeze), None) if op.freeze else None
     if frozen is not None:
         return frozen
-    if not beside or fits_beside(held, op.job, need, beside):
+    if fits_beside(held, op.job, need, beside):
         return None
     unknown = next((c for c in beside if not taken(held, c)), None)
     return unknown if unknown is not None and need and held.device_budget else beside[0]
