@@ -19,7 +19,10 @@ from coslice.core.turn import Turn
 
 def next_deadline(group: Group) -> float | None:
     """When ``DeadlinePassed`` is due if nothing else happens first, in seconds on the driver's clock."""
-    due = [session.deadline for session in group.lost if not _excused(group, session.session)]
+    due: list[float] = []
+    for session in group.lost:
+        if not _excused(group, session.session):
+            due.append(session.deadline)
     if group.settle_by is not None:
         due.append(group.settle_by)
     held = group.occupancy
@@ -136,7 +139,7 @@ def _overrun_at(group: Group, held: Held) -> float | None:
 def _ask_at(group: Group, held: Held) -> float | None:
     if held.asked or not group.waiters:
         return None
-    waiting = [w.since for w in group.waiters if has_live_ask(group, w)]
-    if not waiting:
+    live = [w for w in group.waiters if has_live_ask(group, w)] if group.lost else group.waiters
+    if not live:
         return None
-    return max(held.since, min(waiting)) + group.rules.quantum
+    return max(held.since, min([w.since for w in live])) + group.rules.quantum

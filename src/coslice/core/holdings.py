@@ -12,6 +12,7 @@ on the device is ``Live(whole=False)``, which occupies the device and cannot be 
 
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import lru_cache
 from typing import Literal, assert_never
 
 from msgspec import Struct
@@ -201,6 +202,7 @@ class Holdings(Struct, frozen=True, kw_only=True):
     version: int = 0
 
 
+@lru_cache(maxsize=4096)  # the same states come and go
 def mib(n: int) -> str:
     """``n`` bytes for people."""
     if 0 < n < MIB // 10:

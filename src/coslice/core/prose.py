@@ -1,8 +1,10 @@
 """Figures and lists as people read them. Used by every text that the core writes."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 
+@lru_cache(maxsize=4096)  # the same states come and go
 def size(count: int) -> str:
     """Bytes in binary units with three figures: ``1.25 GiB``, ``0 B``."""
     value = float(count)

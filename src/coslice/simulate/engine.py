@@ -57,13 +57,15 @@ class Engine:
         heapq.heappush(self._heap, (at, self._order, act, what))
 
     def post(self, lock: Lock, event: ev.GroupEvent) -> None:
-        self._inbox.append((lock, event))
+        inbox = self._inbox
         if self._draining:
+            inbox.append((lock, event))
             return
         self._draining = True
         try:
-            while self._inbox:
-                to, what = self._inbox.popleft()
+            lock.take(event)
+            while inbox:
+                to, what = inbox.popleft()
                 to.take(what)
         finally:
             self._draining = False
@@ -139,10 +141,12 @@ class Engine:
 
     def _loop(self, session: SessionId) -> Loop | None:
         """Who speaks on that session now; a session of an earlier start has nobody."""
-        job = self.runs.get(JobId(session.split("/", 1)[0]))
-        if job is None:
-            return None
-        return next((loop for loop in job.loops if loop.session == session and job.running), None)
+        job = self.runs.get(JobId(session.partition("/")[0]))
+        if job is not None and job.running:
+            for loop in job.loops:
+                if loop.session == session:
+                    return loop
+        return None
 
     # ── faults ──
 

@@ -106,7 +106,10 @@ class Lock:
             return  # an earlier one was planned after it
         self._due = None
         due = core.next_deadline(self.state)
-        if due is not None and due <= self.engine.now:
+        if due is None:
+            return
+        if due <= self.engine.now:
             self.post(ev.DeadlinePassed(at=self.engine.now))
         else:
-            self._arm()
+            self._due = due
+            self.engine.later(due, self._wake, due)
