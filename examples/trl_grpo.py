@@ -1,4 +1,4 @@
-"""A real TRL GRPO job that shares its accelerator: the one line of coslice is marked.
+"""A real TRL GRPO job that shares its accelerator: the lines of coslice are marked.
 
     coslice up --memory 64MiB &
     coslice run --job a -- python examples/trl_grpo.py --seed 1 &
@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+import coslice
 from coslice.integrations.trl import share
 
 LETTERS = "abcdefgh"
@@ -67,6 +68,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--width", type=int, default=256, help="hidden size; 256 is about 5 MiB of weights")
+    parser.add_argument("--batch", type=int, default=8, help="answers per step")
+    parser.add_argument("--letters", type=int, default=8, help="the longest answer")
     parser.add_argument("--reward-s", type=float, default=0.5, help="how long a batch is scored")
     options = parser.parse_args()
 
@@ -99,9 +102,9 @@ def main() -> None:
                 report_to=[],
                 seed=options.seed,
                 max_steps=options.steps,
-                per_device_train_batch_size=8,
+                per_device_train_batch_size=options.batch,
                 num_generations=4,
-                max_completion_length=8,
+                max_completion_length=options.letters,
                 learning_rate=1e-3,
                 save_strategy="no",
                 disable_tqdm=True,
@@ -113,8 +116,9 @@ def main() -> None:
         trainer.train()
         mark()
     digest = hashlib.sha256()
-    for name, value in sorted(policy.state_dict().items()):
-        digest.update(name.encode() + value.detach().numpy().tobytes())
+    with coslice.connect().on_accelerators(phase="digest"):  # ← coslice: the weights may be elsewhere
+        for name, value in sorted(policy.state_dict().items()):
+            digest.update(name.encode() + value.detach().numpy().tobytes())
     # Between two rewards the trainer computes: begin, end and processor time of each stretch.
     pairs = zip(marks[::2], marks[1::2], strict=True)
     stretches = [(begin, end, spent - before) for (begin, before), (end, spent) in pairs]

@@ -34,6 +34,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 
 def command(seed: int, options: argparse.Namespace) -> list[str]:
     script = [sys.executable, str(ROOT / "examples" / "trl_grpo.py"), "--seed", str(seed)]
+    script += ["--batch", str(options.batch), "--letters", str(options.letters)]
     return [*script, "--steps", str(options.steps), "--reward-s", str(options.reward_s)]
 
 
@@ -98,13 +99,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=64, help="answers per step")
+    parser.add_argument("--letters", type=int, default=24, help="the longest answer")
     parser.add_argument("--reward-s", type=float, default=0.8, help="how long a batch is scored")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="the accelerator")
-    parser.add_argument("--memory", default="64MiB", help="of the accelerator")
+    parser.add_argument("--memory", default="1GiB", help="of the accelerator")
+    parser.add_argument("--state", default="", help="keep the orchestrator's journal in this folder")
     options = parser.parse_args()
     alone = [result(start(command(seed, options), {options.core})) for seed in (1, 2)]
     with tempfile.TemporaryDirectory() as folder:
-        shared, swaps = together(options, folder)
+        shared, swaps = together(options, options.state or folder)
     solo = [duty([run]) for run in alone]
     useful, bound = duty(shared), duty_bound(solo)
     report = {

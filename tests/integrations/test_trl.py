@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from coslice.testing.recording import RecordingOrchestrator
 
 pytestmark = [pytest.mark.trl, pytest.mark.timeout(600)]
 pytest.importorskip("trl", reason="needs trl: make test-trl")
@@ -87,6 +90,58 @@ def test_two_grpo_jobs_learn_shared_what_they_learn_alone(up: tuple[str, str]) -
     )
     groups = json.loads(answer.stdout)["groups"]
     assert sum(int(group.get("swaps", 0)) for group in groups) > 0, groups
+
+
+class Loop:
+    """The order in which a GRPOTrainer calls what ``share`` wraps; notes what is held where it matters."""
+
+    def __init__(self, recording: RecordingOrchestrator, scored: set[int], steps: int = 3) -> None:
+        self.recording, self.scored, self.steps = recording, scored, steps
+        self.callback: Any = None
+        self.trace: list[str] = []
+
+    def add_callback(self, callback: Any) -> None:
+        self.callback = callback
+
+    def train(self) -> None:
+        for step in range(self.steps):
+            self.callback.on_step_begin(None, SimpleNamespace(global_step=step), None)
+            self._note(f"generate {step}")
+            if step in self.scored:
+                self._calculate_rewards(step)
+            self._note(f"update {step}")
+
+    def _calculate_rewards(self, step: int) -> None:
+        self._note(f"score {step}")
+
+    def save_model(self) -> None:
+        self._note("save")
+
+    def _note(self, what: str) -> None:
+        self.trace.append(f"{what}: {'held' if self.recording.held else 'away'}")
+
+
+def test_a_step_gives_way_once_and_a_model_is_saved_on_the_accelerators() -> None:
+    from coslice.client.sync import Client
+    from coslice.integrations.trl import share
+
+    with RecordingOrchestrator(groups=("group",)) as recording:
+        with Client.from_env(recording.env("job", "group")) as client:
+            loop = share(Loop(recording, scored={0, 1}), client=client, register=False)
+            loop.train()
+            loop.save_model()
+        assert recording.problems() == []
+        taken = [said for said in recording.trace if said.kind == "acquire"]
+    work = ["generate 0: held", "score 0: away", "update 0: held"]
+    work += ["generate 1: held", "score 1: away", "update 1: held"]
+    work += ["generate 2: held", "update 2: held", "save: held"]
+    assert loop.trace == work
+    assert len(taken) == 4, "at the beginning, after each score, to save; a step that scored needs no more"
+    with RecordingOrchestrator(groups=("group",)) as recording:
+        with Client.from_env(recording.env("job", "group")) as client:
+            share(Loop(recording, scored={0}), client=client, register=False).train()
+        taken = [said for said in recording.trace if said.kind == "acquire"]
+    assert len(taken) == 3, "at the beginning, after the score, and after a step that gave nobody a chance"
 
 
 def test_without_an_orchestrator_a_trainer_is_left_alone() -> None:

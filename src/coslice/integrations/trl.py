@@ -6,9 +6,10 @@
     trainer.train()
 
 The trainer holds its accelerators from ``train()`` on. It gives them away while rewards are computed (reward
-functions that are plain Python), while a vLLM *server* generates, and between two steps; whoever waits gets
-his turn there, and nobody waiting costs nothing. Model, reference model and optimizer are registered, so that
-their state can leave. What the trainer computes does not change.
+functions that are plain Python) and while a vLLM *server* generates; whoever waits gets his turn there, and
+nobody waiting costs nothing. Between two steps it does so where the step before gave nobody a chance, or when
+somebody waits too long: every other hand-over would only move state. Model, reference model and optimizer are
+registered, so that their state can leave. What the trainer computes does not change.
 
 Wraps bound methods of one trainer: neither trl nor transformers is imported or patched.
 """
@@ -31,6 +32,8 @@ class Turns:
         self._client = client
         self._depth = 0
         """Calls of ``train`` and ``evaluate`` that are open: evaluation may run inside training."""
+        self._gave = False
+        """Did others have a chance since the last step began?"""
 
     def take(self, phase: str) -> None:
         self._client.acquire(phase=phase)
@@ -38,10 +41,12 @@ class Turns:
     def give(self) -> None:
         self._client.yield_()
 
-    def turn(self, phase: str) -> None:
-        """Let others in between two phases."""
-        self.give()
-        self.take(phase)
+    def between_steps(self, phase: str) -> None:
+        """Let others in, unless they could come in during the step before and nobody waits too long."""
+        gave, self._gave = self._gave, False
+        if not gave or self._client.should_yield():
+            self.give()
+            self.take(phase)
 
     @contextmanager
     def held(self, phase: str) -> Iterator[None]:
@@ -63,6 +68,7 @@ class Turns:
             yield
             return
         self.give()
+        self._gave = True
         try:
             yield
         finally:
@@ -82,6 +88,8 @@ def share(trainer: T, *, client: Client | None = None, register: bool = True) ->
     setattr(trainer, _MARK, turns)
     _wrap(trainer, "train", lambda: turns.held("train"))
     _wrap(trainer, "evaluate", lambda: turns.held("evaluate"))
+    _wrap(trainer, "predict", lambda: turns.held("evaluate"))
+    _wrap(trainer, "save_model", lambda: turns.held("save"))  # after train() the state may be elsewhere
     if not _scored_on_accelerators(trainer):
         _wrap(trainer, "_calculate_rewards", lambda: turns.away("train"))
     server = _vllm_server(trainer)
@@ -133,7 +141,7 @@ def _callback(turns: Turns, handles: _Registered) -> Any:
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step:  # the first step comes right after the beginning, which is held already
-                turns.turn("train")
+                turns.between_steps("train")
 
     return ShareCallback()
 
