@@ -14,7 +14,9 @@ from msgspec import Struct
 from coslice.errors import ConfigError
 from coslice.sizes import parse_size
 
-OWN_OPTION = frozenset({"host_budget", "host_per_job", "disk_budget", "leader_ttl", "default_max_slowdown"})
+OWN_OPTION = frozenset(
+    {"host_budget", "host_per_job", "disk_budget", "leader_ttl", "default_admission", "default_max_slowdown"}
+)
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|)")
 
