@@ -15,6 +15,8 @@ BASE = 8
 ALLOWANCE = 0.5
 THRESHOLD = 5.0
 MOST = 3.0
+SURE = 3
+"""The last of them are new for certain."""
 LEAST_SPREAD = 0.05
 """Of the period: the standard deviation is taken to be that large at least."""
 LEAST_SHIFT = 0.1
@@ -42,10 +44,14 @@ class DriftTest:
             if len(self._seen) >= BASE:
                 self._learn(self._seen[-BASE:])
             return 0
-        since = max(part.see(value) for part, value in zip(self._sums, (on, off), strict=True))
-        if not since:
+        found = [
+            part.since([times[k] for times in self._seen])
+            for k, part in enumerate(self._sums)
+            if part.see((on, off)[k])
+        ]
+        if not found:
             return 0
-        new = self._seen[-since:]
+        new = self._seen[-max(found) :]
         shift = max(abs(_mean([times[k] for times in new]) - part.mean) for k, part in enumerate(self._sums))
         if shift < LEAST_SHIFT * self._period:
             self._learn(self._seen[-BASE:])
@@ -71,16 +77,23 @@ class _Sum:
         self._up = self._down = 0.0
         self._since_up = self._since_down = 0
 
-    def see(self, value: float) -> int:
-        """How many values ago the change began, if it is one."""
+    def see(self, value: float) -> bool:
+        """Is it one value too many?"""
         far = max(-MOST, min(MOST, (value - self.mean) / self._spread))
         self._up = max(0.0, self._up + far - ALLOWANCE)
         self._down = max(0.0, self._down - far - ALLOWANCE)
         self._since_up = self._since_up + 1 if self._up else 0
         self._since_down = self._since_down + 1 if self._down else 0
-        if self._up > THRESHOLD:
-            return self._since_up
-        return self._since_down if self._down > THRESHOLD else 0
+        return max(self._up, self._down) > THRESHOLD
+
+    def since(self, values: Sequence[float]) -> int:
+        """How many of these values, which end with the one too many, belong to the change: the sum may have
+        begun with some that only happened to be far off."""
+        count = min(len(values), self._since_up if self._up > THRESHOLD else self._since_down)
+        sure = _mean(values[-min(SURE, count) :])
+        while count > SURE and abs(values[-count] - self.mean) < abs(values[-count] - sure):
+            count -= 1
+        return count
 
 
 def _mean(values: Sequence[float]) -> float:

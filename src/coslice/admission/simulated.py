@@ -3,6 +3,7 @@
 Also says what came of it: how many of the steps after a re-planning kept their bound.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import assert_never
 
@@ -73,9 +74,19 @@ class Admission:
     def start(self, engine: Engine) -> None:
         self._engine = engine
         self.wardens = {
-            name: Warden(self.rules, configured=lock.pool.policy or engine.scenario.policy)
+            name: Warden(
+                self.rules,
+                configured=lock.pool.policy or engine.scenario.policy,
+                told=functools.partial(self._told, name),
+            )
             for name, lock in engine.locks.items()
         }
+
+    def _told(self, group: str, decision: Decision) -> None:
+        """Into the journal, as live."""
+        if self._engine.journal is not None:
+            said = {"group": group, "job": decision.job, "code": decision.code, "text": decision.text}
+            self._engine.journal.line({"t": decision.at, "admission": said})
 
     def asks(self, lock: Lock, event: ev.AcquireRequested) -> bool:
         profile = self._declared.get(event.job)

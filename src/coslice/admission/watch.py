@@ -209,8 +209,11 @@ class Trail:
 
     @staticmethod
     def _fresh_test(declared: Pool | None) -> DriftTest:
-        if declared is None or declared.staleness:
+        if declared is None:
             return DriftTest()
+        if declared.staleness:
+            made = cycles(declared, max(1, len(declared.period.samples)))
+            return DriftTest([(cycle.on, cycle.make) for cycle in made])
         times = zip(declared.busy.samples, declared.period.samples, strict=False)
         base = [(on, period - on) for on, period in times]
         if len(base) < 2:

@@ -12,6 +12,9 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
+from coslice.admission.simulated import AdmissionReport
+from coslice.cli.simulate_admission import drifting, gate_of
+from coslice.cli.simulate_admission import told as say_admission
 from coslice.core.ids import check_name
 from coslice.core.policy import policy_named
 from coslice.errors import ConfigError
@@ -46,6 +49,11 @@ class SimulateOptions(Struct, frozen=True, kw_only=True):
     staleness: float | None = None
     hours: float | None = None
     faults: tuple[str, ...] = ()
+    admission: str = "off"
+    max_slowdown: float = 1.10
+    declared: bool = False
+    drift: tuple[str, ...] = ()
+    """``JOB:AT_S:FACTOR``, or with ``:on`` or ``:off`` behind it."""
     seed: int = 0
     json: Path | None = None
     journal: Path | None = None
@@ -60,36 +68,47 @@ def run_simulate(options: SimulateOptions) -> None:
             policy_named(policy)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    scenario = _scenario(options)
-    reports = [
+    scenario = drifting(_scenario(options), options.drift)
+    results = [
         _one(msgspec.structs.replace(scenario, policy=policy), options, first=index == 0)
         for index, policy in enumerate(options.compare or (scenario.policy,))
     ]
+    reports = [report for report, _ in results]
     if options.json is not None:
-        told = [figures(report) for report in reports]
+        told = [figures(*result) for result in results]
         whole = {"policies": {each["policy"]: each for each in told}} if options.compare else told[0]
         _write(options.json, jsonlib.dumps(whole, indent=1) + "\n")
     if options.compare:
         console.print(comparison(reports))
     else:
         _print(reports[0])
+    for _, admission in results:
+        if admission is not None:
+            say_admission(console, admission)
 
 
-def figures(report: Report) -> dict[str, object]:
+def figures(report: Report, admission: AdmissionReport | None = None) -> dict[str, object]:
     """The report as plain data, for ``--json``."""
-    return dict(msgspec.to_builtins(report))
+    found = dict(msgspec.to_builtins(report))
+    return found if admission is None else {**found, "admission": msgspec.to_builtins(admission)}
 
 
-def _one(scenario: Scenario, options: SimulateOptions, *, first: bool) -> Report:
+Result = tuple[Report, AdmissionReport | None]
+
+
+def _one(scenario: Scenario, options: SimulateOptions, *, first: bool) -> Result:
     """``first``: of several policies the first is the one that is drawn."""
     drawn = first and (options.journal or options.replay or options.perfetto)
+    given = profiles(options.jobs, options.staleness) if options.declared else ()
+    gate = gate_of(options.admission, options.max_slowdown, given)
     if not drawn:
-        return simulate(scenario, progress=_progress(scenario))
+        report = simulate(scenario, progress=_progress(scenario), gate=gate)
+        return report, gate.report() if gate is not None else None
     with tempfile.TemporaryDirectory() as folder:
         journal = options.journal or Path(folder) / "journal.jsonl"
-        report = simulate(scenario, journal=journal, progress=_progress(scenario))
+        report = simulate(scenario, journal=journal, progress=_progress(scenario), gate=gate)
         _draw(journal, options)
-    return report
+    return report, gate.report() if gate is not None else None
 
 
 def _draw(journal: Path, options: SimulateOptions) -> None:

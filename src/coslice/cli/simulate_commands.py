@@ -62,6 +62,27 @@ def simulate(
             "failed_moves (share). Repeat for several.",
         ),
     ] = None,
+    admission: Annotated[
+        str,
+        typer.Option(
+            metavar="off|warn|enforce",
+            help="As in [b]coslice up[/b]: what would be said, or done, when jobs slow each other down.",
+        ),
+    ] = "off",
+    max_slowdown: Annotated[
+        float, typer.Option(min=1.0, metavar="X", help="With --admission: the bound of each job.")
+    ] = 1.10,
+    declared: Annotated[
+        bool, typer.Option("--declared", help="With --admission: jobs say at the door what they will do.")
+    ] = False,
+    drift: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="JOB:AT_S:FACTOR[:on|off]",
+            help="From that second on the job's phases (those on, or off, the accelerators) take FACTOR "
+            "times as long. Repeat for several.",
+        ),
+    ] = None,
     scenario: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Groups, jobs, arrivals and costs as JSON, in place of JOB…."),
@@ -97,6 +118,10 @@ def simulate(
             staleness=staleness,
             hours=hours,
             faults=tuple(fault or ()),
+            admission=admission,
+            max_slowdown=max_slowdown,
+            declared=declared,
+            drift=tuple(drift or ()),
             seed=seed,
             json=json,
             journal=journal,

@@ -76,7 +76,8 @@ def report(engine: Engine, *, policy: str) -> Report:
     jobs = {run.spec.name: told for run in engine.runs.values() if (told := _job(engine, run)) is not None}
     solo: dict[str, list[float]] = {name: [] for name in engine.locks}
     for run in engine.runs.values():
-        stay = max(0.0, (run.ends[-1] if run.left else engine.now) - max(run.arrival, engine.scenario.warmup))
+        last = run.ends[-1] if run.ends else run.arrival
+        stay = max(0.0, (last if run.left else engine.now) - max(run.arrival, engine.scenario.warmup))
         for group, duty in run.alone().duty.items():
             solo[group].append(duty * min(1.0, stay / window) if window > 0 else 0.0)
     pools = {
