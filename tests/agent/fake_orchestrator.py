@@ -26,7 +26,9 @@ class FakeOrchestrator(rpc.OrchestratorServicer):
         self._server: grpc.aio.Server | None = None
 
     async def start(self, port: int = 0) -> None:
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        # An agent pings every 10 s; gRPC's own limit would end its stream after half a minute.
+        options = (("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000))
+        self._server = grpc.aio.server(options=options)
         rpc.add_OrchestratorServicer_to_server(self, self._server)
         bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()

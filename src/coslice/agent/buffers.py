@@ -21,6 +21,7 @@ from typing import Protocol
 from coslice.agent.tickets import NoTicket, Tickets
 from coslice.agent.tiers.disk import Damaged
 from coslice.agent.tiers.host import HostBuffers, NoHostMemory
+from coslice.agent.tiers.shared import NotShareable
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class BufferServer:
                 return self._give_ticket(connection)
             token, size = str(request["token"]), int(request.get("bytes", 0))
             give, hold = bool(request.get("give", False)), bool(request.get("hold", True))
+            shared, again = str(request.get("share", "")), bool(request.get("again", False))
         except (ValueError, KeyError, TypeError, AttributeError):
             _close_all(fds)
             return _reply(connection, code="INVALID", message='send one line {"token": ..., "bytes": N}')
@@ -113,6 +115,8 @@ class BufferServer:
                 code="INVALID",
                 message="no registered process has this token and pid: register, then ask from that process",
             )
+        if shared:
+            return await self._share(connection, owner, shared, size, fds, again=again)
         if give:
             return self._take_back(connection, owner, fds)
         _close_all(fds)
@@ -128,6 +132,29 @@ class BufferServer:
             fd=self._buffers.descriptor(owner.buffer),
             generation=self._buffers.generation(owner.buffer),
         )
+
+    async def _share(
+        self,
+        connection: socket.socket,
+        owner: "Owner",
+        digest: str,
+        size: int,
+        fds: list[int],
+        *,
+        again: bool,
+    ) -> None:
+        """A copy that several processes use: asked for, or, with its descriptor, handed over."""
+        _close_all(fds[1:])
+        try:
+            if fds:
+                fd = await self._buffers.take_shared(digest, fds[0], size, owner.buffer, again=again)
+            else:
+                fd = self._buffers.use_shared(digest, size, owner.buffer)
+        except NoHostMemory as error:
+            return _reply(connection, code="NO_ROOM", message=str(error))
+        except NotShareable as error:
+            return _reply(connection, code="INVALID", message=f"frozen weights are not shared: {error}")
+        return _reply(connection, size=size, fd=fd)
 
     def _give_ticket(self, connection: socket.socket) -> None:
         pid, uid = _peer(connection)

@@ -245,6 +245,7 @@ class ServedGroup:
             part=not member.parked and member.away > 0,
             divisible=member.divisible,
             whole=self._backend.freezes(member),
+            unkept=member.unkept,
         )
         await self.driver.post(event)
         member.admitted = member.announced = True
@@ -258,17 +259,18 @@ class ServedGroup:
         if len(contexts) < 2 or (all(needs) and sum(needs) <= self.devices.device_budget):
             return
         for member in self._members.of_group(self.id):
-            if (
-                not member.sleeps
-                and member.divisible
-                and self._buffers.size(member.buffer) < member.state_bytes
-            ):
-                member.prepare(member.state_bytes)
+            if not member.sleeps and member.divisible and self._buffers.size(member.buffer) < member.kept:
+                member.prepare(member.kept)
 
     def resized(self, member: Member) -> None:
         at = self._clock.now()
         event = ev.MemberResized(
-            at=at, job=member.job, member=member.id, bytes=member.state_bytes, need=member.need
+            at=at,
+            job=member.job,
+            member=member.id,
+            bytes=member.state_bytes,
+            need=member.need,
+            unkept=member.unkept,
         )
         self.driver.tell(event)
         if self._buffers.size(member.buffer):  # it has one, that is now too small

@@ -20,13 +20,21 @@ OUT, BACK = "/out", "/in"
 
 
 class MoveRefused(Exception):
-    """A process did not move its state. ``unsure``: it never answered, so it may have, or may yet."""
+    """A process did not move its state. ``gone``: it, or what it had, cannot come back. ``unsure``: it never
+    answered, so it may have, or may yet."""
 
     def __init__(
-        self, message: str, *, pid: int, busy: bool = False, gone: bool = False, unsure: bool = False
+        self,
+        message: str,
+        *,
+        pid: int,
+        busy: bool = False,
+        gone: bool = False,
+        unsure: bool = False,
+        no_room: bool = False,
     ) -> None:
         super().__init__(message)
-        self.pid, self.busy, self.gone, self.unsure = pid, busy, gone, unsure
+        self.pid, self.busy, self.gone, self.unsure, self.no_room = pid, busy, gone, unsure, no_room
 
 
 class OpenChannel:
@@ -72,6 +80,10 @@ class Member:
     rank: int = 0
     state_bytes: int = 0
     need: int = 0
+    unkept: int = 0
+    """Of ``state_bytes``, what needs no host memory of its own: it is read again, or shared."""
+    bases: dict[str, int] = field(default_factory=dict)
+    """Digest and bytes of what it shares with other processes, once it has left."""
     parked: bool = False
     away: int = 0
     """Bytes of its state that are in host memory, while the rest is on the device; 0: none, or all."""
@@ -134,6 +146,11 @@ class Member:
     def divisible(self) -> bool:
         """Can move a part of its state and leave the rest."""
         return "parts" in self.modes
+
+    @property
+    def kept(self) -> int:
+        """Host memory of its own that it needs at most."""
+        return max(0, self.state_bytes - self.unkept)
 
     @property
     def buffer(self) -> str:
@@ -214,7 +231,14 @@ class Member:
             return
         self.away, self.given = self.away + self.given, 0  # what had given way stays away
         text = f"process {self.pid}: {answer.message or pb.Code.Name(answer.code)}"
-        pending.answer.set_exception(MoveRefused(text, pid=self.pid, busy=answer.code == pb.BUSY))
+        refusal = MoveRefused(
+            text,
+            pid=self.pid,
+            busy=answer.code == pb.BUSY,
+            no_room=answer.code == pb.NO_ROOM and answer.op.endswith(OUT),
+            gone=answer.code == pb.STATE_LOST,
+        )
+        pending.answer.set_exception(refusal)
 
     def leaving(self, said: pb.Leaving) -> None:
         if self._pending is not None and self._pending.op == said.op:

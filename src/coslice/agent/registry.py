@@ -145,6 +145,7 @@ class Registry:
             state_bytes=stored.bytes,
             need=stored.need,
             parked=stored.parked,
+            unkept=stored.unkept,
             away=int(stored.part),  # how much, it says when it is back
             device=group.devices.accelerator,
         )
@@ -290,6 +291,7 @@ class Registry:
             modes=tuple(message.modes) or ("offload",),
             baseline=baseline,
         )
+        member.unkept, member.bases = unkept_of(message)
         member.parked = member.parked or self._backend.holds([member])
         if not self._watch(member):
             memory.close()
@@ -358,9 +360,10 @@ class Registry:
         """The same process is back (its channel or this agent had gone); it says where its state is."""
         parked, away = _whereabouts(message)
         parked = parked or self._backend.holds([member])
-        says = (message.state_bytes, message.need_bytes, parked, away)
-        changed = (member.state_bytes, member.need, member.parked, member.away) != says
-        member.state_bytes, member.need, member.parked, member.away = says
+        says = (message.state_bytes, message.need_bytes, parked, away, *unkept_of(message))
+        known = (member.state_bytes, member.need, member.parked, member.away, member.unkept, member.bases)
+        changed = known != says
+        member.state_bytes, member.need, member.parked, member.away, member.unkept, member.bases = says
         member.modes = tuple(message.modes) or ("offload",)
         member.rank, member.device, member.backend = message.rank, message.device or "host", message.backend
         moving = member.moving
@@ -380,7 +383,14 @@ class Registry:
     def _drop(self, member: Member) -> None:
         self._members.remove(member)
         self._buffers.free(member.buffer)
+        self._buffers.leave_shared(member.buffer)
         member.close()
+
+
+def unkept_of(message: pb.Register | pb.Resized) -> tuple[int, dict[str, int]]:
+    """What of its state needs no host memory of its own, and what it shares."""
+    bases = {base.digest: max(0, base.bytes) for base in message.bases}
+    return min(max(0, message.unkept_bytes), max(0, message.state_bytes)), bases
 
 
 def _whereabouts(message: pb.Register) -> tuple[bool, int]:

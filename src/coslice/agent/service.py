@@ -16,7 +16,7 @@ from coslice.agent.direct import DirectApi, DirectRefused
 from coslice.agent.group import ServedGroup
 from coslice.agent.members import Member, Members, OpenChannel
 from coslice.agent.occupancy import Occupancy
-from coslice.agent.registry import RegistrationRefused, Registry
+from coslice.agent.registry import RegistrationRefused, Registry, unkept_of
 from coslice.core.ids import GroupId
 from coslice.security import access
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -126,6 +126,7 @@ class AgentService(rpc.AgentServicer):
             case "resized":
                 member.state_bytes = max(0, message.resized.state_bytes)
                 member.need = max(0, message.resized.need_bytes)
+                member.unkept, member.bases = unkept_of(message.resized)
                 if (group := self._groups.get(member.group)) is not None:
                     group.resized(member)
             case "leaving":

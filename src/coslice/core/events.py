@@ -255,6 +255,8 @@ class MemberRegistered(_Event, frozen=True, kw_only=True):
     """Can move a part of its state and leave the rest."""
     whole: bool = False
     """Can be frozen as it is, also in the middle of a phase."""
+    unkept: int = 0
+    """Of ``bytes``, what needs no host memory of its own when it leaves."""
 
 
 class MemberResized(_Event, frozen=True, kw_only=True):
@@ -262,6 +264,7 @@ class MemberResized(_Event, frozen=True, kw_only=True):
     member: MemberId
     bytes: int
     need: int = 0
+    unkept: int = 0
 
 
 class MemberGone(_Event, frozen=True, kw_only=True):

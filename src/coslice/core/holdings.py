@@ -60,6 +60,8 @@ class Member(Struct, frozen=True, kw_only=True):
     whole: bool = False
     """Can be frozen as it is, also in the middle of a phase."""
     seen: bool = True
+    unkept: int = 0
+    """Of ``bytes``, what needs no host memory of its own when it leaves."""
 
 
 class Effort(StrEnum):
@@ -142,6 +144,14 @@ class Context(Struct, frozen=True, kw_only=True):
         total = 0
         for member in self.members:
             total += member.bytes
+        return total
+
+    @property
+    def kept(self) -> int:
+        """Host memory that it needs at most."""
+        total = 0
+        for member in self.members:
+            total += max(0, member.bytes - member.unkept)
         return total
 
     @property
@@ -398,9 +408,9 @@ def saved_bytes(holdings: Holdings) -> int:
     total = 0
     for context in holdings.contexts:
         if isinstance(context.place, Saved):
-            total += context.place.bytes
+            total += min(context.place.bytes, context.kept)
         elif isinstance(context.place, Partly):
-            total += context.place.saved
+            total += min(context.place.saved, context.kept)
     return total
 
 

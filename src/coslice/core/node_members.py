@@ -46,6 +46,7 @@ def on_registered(turn: NodeTurn, event: ev.MemberRegistered) -> None:
         part=event.part,
         divisible=event.divisible,
         whole=event.whole,
+        unkept=event.unkept,
     )
     where = "in host memory" if event.parked else "in part" if event.part else "on the device"
     what = f"with {mib(event.bytes)} {where}"
@@ -129,7 +130,9 @@ def on_resized(turn: NodeTurn, event: ev.MemberResized) -> None:
     context = find(turn.holdings, event.job)
     if context is not None:
         members = tuple(
-            replace(m, bytes=event.bytes, need=event.need or m.need) if m.id == event.member else m
+            replace(m, bytes=event.bytes, need=event.need or m.need, unkept=event.unkept)
+            if m.id == event.member
+            else m
             for m in context.members
         )
         turn.put(replace(context, members=members))

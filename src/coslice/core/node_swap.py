@@ -104,6 +104,7 @@ def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> None:
     kept, leaving = saved_bytes(held), least or evictee.bytes
     if isinstance(evictee.place, Partly) and not least:
         leaving -= evictee.place.saved
+    leaving = min(leaving, evictee.kept)
     if held.host_budget and kept + leaving > held.host_budget:
         text = (
             f"no room in host memory for {mib(leaving)} of {evictee.job} beside {mib(kept)} saved: "

@@ -24,6 +24,7 @@ _TABLE: dict[pb.Code.ValueType, tuple[type[errors.CosliceError], grpc.StatusCode
     pb.FAILED: (errors.OperationFailed, grpc.StatusCode.INTERNAL),
     pb.DENIED: (errors.Denied, grpc.StatusCode.PERMISSION_DENIED),
     pb.NOT_ADMITTED: (errors.NotAdmitted, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    pb.STATE_LOST: (errors.StateLost, grpc.StatusCode.DATA_LOSS),
     pb.NODE_LOST: (errors.NodeLost, grpc.StatusCode.UNAVAILABLE),
 }
 

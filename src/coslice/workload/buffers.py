@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coslice.errors import NoRoom, OperationFailed
+from coslice.workload.shared import SharedCopy
 from coslice.workload.ticket import connect
 
 _MAP_POPULATE = 0x8000
@@ -84,6 +85,10 @@ class Buffers(Protocol):
         """
         ...
 
+    def share(self, digest: str, size: int, fill: Callable[[int], None]) -> SharedCopy:
+        """The one copy of what has this digest; ``fill`` makes it if nobody has yet. Raises ``NoRoom``."""
+        ...
+
     def release(self) -> None: ...
 
 
@@ -92,6 +97,9 @@ class LocalBuffers:
 
     def __init__(self) -> None:
         self.current: HostBuffer | None = None
+
+    def share(self, digest: str, size: int, fill: Callable[[int], None]) -> SharedCopy:
+        return SharedCopy.make(size, fill)
 
     def obtain(self, size: int, *, keep: int = 0, hold: bool = True) -> HostBuffer:
         current = self.current
@@ -122,6 +130,7 @@ class AgentBuffers:
 
     def __init__(self) -> None:
         self.current: HostBuffer | None = None
+        self._shared: dict[str, SharedCopy] = {}
         self._path = self._token = ""
 
     def connect(self, path: str, token: str) -> None:
@@ -129,6 +138,25 @@ class AgentBuffers:
         self._path, self._token = path, token
         if self.current is not None:
             self._ask({"bytes": 0, "give": True}, give=self.current.fd)
+        for digest, copy in self._shared.items():
+            _, fd = self._ask({"share": digest, "bytes": copy.size, "again": True}, give=copy.fd)
+            if fd is not None:
+                os.close(fd)
+
+    def share(self, digest: str, size: int, fill: Callable[[int], None]) -> SharedCopy:
+        _, fd = self._ask({"share": digest, "bytes": size})
+        if fd is None:  # nobody has made it yet
+            made = SharedCopy.make(size, fill)
+            try:
+                _, fd = self._ask({"share": digest, "bytes": size}, give=made.fd)
+            except BaseException:
+                made.close()
+                raise
+            if fd is not None:  # somebody else was faster
+                made.close()
+        copy = made if fd is None else SharedCopy(fd, size)
+        self._shared[digest] = copy
+        return copy
 
     def obtain(self, size: int, *, keep: int = 0, hold: bool = True) -> HostBuffer:
         """Asks every time: the agent may have given our file up, or made another after a restart."""

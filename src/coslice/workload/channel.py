@@ -9,7 +9,7 @@ import os
 import queue
 import random
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class Channel:
         self.error: CosliceError | None = None
         self._state, self._buffers = state, buffers
         self._outbox: _Outbox[pb.WorkloadMessage | None] = _Outbox()
-        self._told = (0, 0)
+        self._told: tuple[object, ...] = ()
         self._last: tuple[str, pb.WorkloadMessage] | None = None
         self._delay = _BACKOFF_FIRST
         self._answered, self._settled, self._stop = threading.Event(), threading.Event(), threading.Event()
@@ -97,9 +97,13 @@ class Channel:
 
     def resized(self, state_bytes: int) -> None:
         """Tell the agent the size and the need, if they changed. Never blocks."""
-        if self._told != (state_bytes, self.need):
-            self._told = (state_bytes, self.need)
-            message = pb.Resized(state_bytes=state_bytes, need_bytes=self.need)
+        unkept, shared = self._state.unkept, self._state.shared
+        told = (state_bytes, self.need, unkept, shared)
+        if self._told != told:
+            self._told = told
+            message = pb.Resized(
+                state_bytes=state_bytes, need_bytes=self.need, unkept_bytes=unkept, bases=_bases(shared)
+            )
             self._outbox.put(pb.WorkloadMessage(resized=message))
 
     def close(self) -> None:
@@ -182,7 +186,8 @@ class Channel:
         state, identity = self._state, self.identity
         state.bring_ahead(0)  # what was brought for an agent that is gone
         size = state.measure()
-        self._told = (size, self.need)
+        unkept, shared = state.unkept, state.shared
+        self._told = (size, self.need, unkept, shared)
         register = pb.Register(
             job=identity.job,
             incarnation=identity.incarnation,
@@ -198,6 +203,8 @@ class Channel:
             device=identity.device,
             backend=identity.backend,
             ticket=proof,
+            unkept_bytes=unkept,
+            bases=_bases(shared),
         )
         return pb.WorkloadMessage(register=register)
 
@@ -304,6 +311,10 @@ class Channel:
         except CosliceError as error:  # nothing is lost: the move in says what is wrong, if it still is
             _log.info("coslice: %s: nothing brought ahead: %s", asked.op, error)
             return pb.WorkloadMessage(ahead=pb.Ahead(op=asked.op, message=str(error)))
+
+
+def _bases(shared: Sequence[tuple[str, int]]) -> list[pb.SharedBase]:
+    return [pb.SharedBase(digest=digest, bytes=size) for digest, size in shared]
 
 
 def _modes(state: GroupState) -> list[str]:

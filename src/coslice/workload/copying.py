@@ -135,10 +135,15 @@ def copy_fresh(ranges: Sequence[Range]) -> Copied:
     return HELPERS.run(_copy_fresh, ranges)
 
 
+def same(each: Range) -> bool:
+    """Are both ends equal, byte for byte?"""
+    return bool(_libc.memcmp(each.target, each.source, each.size) == 0)
+
+
 def verify(ranges: Iterable[Range]) -> None:
     """Raise ``OperationFailed`` unless every target equals its source, byte for byte."""
     for each in ranges:
-        if _libc.memcmp(each.target, each.source, each.size) != 0:
+        if not same(each):
             raise OperationFailed(
                 f"{each.size} bytes of state and their copy in host memory differ after the copy: a fault of "
                 "coslice or of the memory; nothing was freed"

@@ -11,7 +11,7 @@ from typing import Any
 
 from coslice.errors import ConfigError, CosliceError, OperationFailed
 from coslice.security.credentials import credentials_from
-from coslice.workload.adapters import Adapter
+from coslice.workload.adapters import DROP, KEEP, POLICIES, Adapter
 from coslice.workload.adapters.callbacks import CallbackAdapter
 from coslice.workload.channel import Identity
 from coslice.workload.process import PROCESS, Group
@@ -107,6 +107,8 @@ def register(
     group: str | None = None,
     agent: str | None = None,
     mode: str = OFFLOAD,
+    frozen: str = KEEP,
+    reread: Any = None,
     verify: bool = False,
     incremental: bool = True,
     env: Mapping[str, str] = os.environ,
@@ -129,12 +131,25 @@ def register(
     each copy, and checksum what is in host memory. ``incremental``: what did not change since it was last in
     host memory is not copied again.
 
+    ``frozen``: what becomes of parameters without ``requires_grad`` (the base under adapters) as they leave:
+    ``keep`` them in host memory like the rest, ``drop`` them and read them again from ``reread`` (paths of
+    safetensors or torch files, or a function that returns the tensors), or ``share`` one host copy with all
+    processes of the node that have the same. Checked by content, each way.
+
     Raises ``ConfigError`` for state that cannot move. A refusal by the agent is logged and kept in ``error``.
     """
     if mode not in (OFFLOAD, DISCARD):
         raise ConfigError(f"{mode!r} is no mode of moving state: use {OFFLOAD} or {DISCARD}")
     if mode == DISCARD and on_restore is None:
         raise ConfigError("mode discard drops the bytes: give an on_restore callback that brings them back")
+    if (
+        frozen not in POLICIES
+        or (frozen == DROP) != (reread is not None)
+        or (frozen, mode) == (DROP, DISCARD)
+    ):
+        raise ConfigError(
+            f"frozen={frozen!r}: use keep, share, or drop with reread= (files or a function) and mode offload"
+        )
     address = agent or env.get("COSLICE_AGENT") or None
     group_name = group if group is not None else env.get("COSLICE_GROUP", "").split(",")[0].strip()
     job_name = job or env.get("COSLICE_JOB", "")
@@ -144,6 +159,10 @@ def register(
     adapter = _torch_adapter(model, optimizer, tensors, tags, env.get("COSLICE_DEVICE", ""))
     if adapter is not None:
         adapter.incremental, adapter.verify = incremental, verify
+        if frozen != KEEP:
+            adapter.freeze(frozen, reread)
+    elif frozen != KEEP:
+        raise ConfigError("frozen= is about parameters of a torch model: pass model=")
     adapters: list[Adapter] = [] if adapter is None else [adapter]
     if arrays is not None:
         from coslice.workload.adapters.jax import JaxAdapter

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from coslice.errors import ConfigError, CosliceError, StateBusy
 from coslice.gate import GATE
 from coslice.workload import memory
-from coslice.workload.adapters import Divisible, Slotted, Taken
+from coslice.workload.adapters import Based, Divisible, Frugal, Slotted, Taken
 from coslice.workload.arena import Arena
 from coslice.workload.buffers import Buffers, LocalBuffers
 from coslice.workload.mover import Mover
@@ -70,6 +70,20 @@ class GroupState:
                 total += size if owner in (None, each) else 0
             return total + sum(part.registered for part in self._out if owner in (None, part.owner))
 
+    @property
+    def unkept(self) -> int:
+        """Of ``measure``, bytes that need no host memory of this process."""
+        return sum(base.nbytes for base in self._bases())
+
+    @property
+    def shared(self) -> list[tuple[str, int]]:
+        """Digest and bytes of what lies in one copy with other processes'."""
+        return sorted({base.shared for base in self._bases() if base.shared is not None})
+
+    def _bases(self) -> list[Frugal]:
+        adapters = [adapter for each in self._registrations for adapter in each.adapters]
+        return [a.base for a in adapters if isinstance(a, Based) and a.base is not None]
+
     def may_discard(self) -> bool:
         return all(each.refills for each in self._registrations)
 
@@ -91,6 +105,8 @@ class GroupState:
     def add(self, registration: Registration) -> None:
         with self._lock:
             self._registrations.append(registration)
+            for base in self._bases():
+                base.lend(self.buffers)
 
     def remove(self, registration: Registration) -> None:
         if self.parked(registration):

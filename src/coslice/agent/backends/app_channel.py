@@ -144,13 +144,16 @@ class AppChannelBackend(Defaults):
 
     async def _make_room(self, members: Sequence[Member], orders: Sequence[pb.MoveOut]) -> None:
         """Have every member's host buffer ready, or refuse before any process is touched."""
-        wanted = {
-            member.buffer: min(member.state_bytes, member.away + (order.at_least_bytes or member.state_bytes))
-            for member, order in zip(members, orders, strict=True)
-            if order.mode != "discard"
-        }
+        wanted, bases = dict[str, int](), dict[str, int]()
+        for member, order in zip(members, orders, strict=True):
+            if order.mode == "discard":
+                continue
+            asked = member.away + (order.at_least_bytes or member.state_bytes)
+            wanted[member.buffer] = min(member.kept, asked)
+            if asked > member.kept:  # frozen weights leave too
+                bases |= member.bases
         try:
-            self._buffers.check(wanted)
+            self._buffers.check(wanted, bases)
             for name, size in wanted.items():
                 await self._buffers.reserve(name, size)
         except NoHostMemory as error:
@@ -291,6 +294,7 @@ def _as_move_error(failures: Sequence[BaseException]) -> MoveError:
     return MoveError(
         "; ".join(str(refusal) for refusal in refusals),
         busy=all(refusal.busy for refusal in refusals),
+        no_room=all(refusal.no_room for refusal in refusals),
         lost=any(refusal.gone for refusal in refusals),
         pid=refusals[0].pid,
     )

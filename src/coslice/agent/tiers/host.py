@@ -14,8 +14,10 @@ import os
 import stat
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from coslice.agent.tiers.disk import DiskTier, NoDisk, punch
+from coslice.agent.tiers.shared import SharedFiles, check_sealed
 from coslice.sizes import format_size
 
 log = logging.getLogger(__name__)
@@ -58,18 +60,19 @@ class HostBuffers:
         """``per_job``: bytes that one job may have of it; 0: all."""
         self.budget, self.disk, self.per_job = budget, disk, per_job
         self._files: dict[str, _File] = {}
+        self._shared = SharedFiles()
         self._holds = 0
         self.idle: Callable[[str], bool] = _anything
         """May this file's content leave memory? Nobody copies to or from it, and it is not locked there."""
 
     @property
     def used(self) -> int:
-        return sum(file.charged for file in self._files.values())
+        return sum(file.charged for file in self._files.values()) + self._shared.bytes
 
     @property
     def held(self) -> int:
         """Of ``used``, what has content."""
-        return sum(file.charged for file in self._files.values() if file.held)
+        return sum(file.charged for file in self._files.values() if file.held) + self._shared.bytes
 
     def size(self, name: str) -> int:
         """Bytes that the file has room for, in memory or on disk."""
@@ -86,18 +89,22 @@ class HostBuffers:
     def generation(self, name: str) -> int:
         return self._files[name].generation
 
-    def check(self, wanted: Mapping[str, int]) -> None:
-        """Raise ``NoHostMemory`` unless files of these sizes fit beside those that hold something."""
+    def check(self, wanted: Mapping[str, int], bases: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Raise ``NoHostMemory`` unless files of these sizes fit beside those that hold something.
+
+        ``bases``: digest and size of shared copies that are needed too; those that exist cost nothing.
+        """
         self._check_jobs(wanted)
         held = {name: file.charged for name, file in self._files.items() if file.held}
         for name, size in wanted.items():
             held[name] = max(size, held.get(name, 0))
-        lacking = sum(held.values()) - self.budget
+        new = sum(size for digest, size in bases.items() if digest not in self._shared)
+        lacking = sum(held.values()) + self._shared.bytes + new - self.budget
         if lacking > 0 and not self._spillable(wanted, lacking):
-            beside = sum(size for name, size in held.items() if name not in wanted)
+            beside = sum(size for name, size in held.items() if name not in wanted) + self._shared.bytes
             disk = f", and the disk tier has {format_size(self._disk_left)} left" if self.disk else ""
             raise NoHostMemory(
-                f"host memory budget: {format_size(sum(wanted.values()))} of state do not fit, "
+                f"host memory budget: {format_size(sum(wanted.values()) + new)} of state do not fit, "
                 f"{format_size(beside)} of {format_size(self.budget)} hold other state and "
                 f"{format_size(lacking)} are missing{disk}; raise the host budget (coslice up --host-memory) "
                 "or share with fewer jobs"
@@ -233,12 +240,50 @@ class HostBuffers:
         if file is not None and not file.changing.locked():
             os.close(file.fd)
 
+    # ── one copy for several processes ─────────────────────────────────────
+
+    def use_shared(self, digest: str, size: int, user: str) -> int | None:
+        """The descriptor of the copy; None: nobody has made it, and there is room to. Raises
+        ``NoHostMemory``, ``NotShareable``."""
+        fd = self._shared.use(digest, size, user)
+        if fd is None:
+            self.check({}, {digest: size})
+        return fd
+
+    async def take_shared(self, digest: str, fd: int, size: int, user: str, *, again: bool) -> int | None:
+        """Take over a copy that a process made; another's descriptor, if one was made meanwhile.
+
+        ``again``: it outlived an agent, so it is charged beyond the budget too: it exists. Owns ``fd``.
+        """
+        try:
+            check_sealed(fd, size)
+            if (there := self._shared.use(digest, size, user)) is not None:
+                os.close(fd)
+                return there
+            if not again:
+                self.check({}, {digest: size})
+        except BaseException:
+            os.close(fd)
+            raise
+        self._shared.add(digest, fd, size, user)
+        if not again:
+            try:
+                await self._make_room("")
+            except BaseException:
+                self._shared.leave(user, digest)
+                raise
+        return None
+
+    def leave_shared(self, user: str) -> None:
+        self._shared.leave(user)
+
     def close(self) -> None:
         """Files on disk stay: their processes may outlive this agent."""
         for file in self._files.values():
             if not file.changing.locked():
                 os.close(file.fd)
         self._files.clear()
+        self._shared.close()
 
     # ── room ───────────────────────────────────────────────────────────────
 

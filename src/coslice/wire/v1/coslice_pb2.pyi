@@ -61,6 +61,8 @@ class _CodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     """the caller has not shown that it may"""
     NOT_ADMITTED: _Code.ValueType  # 17
     """it would slow down a member of the group beyond its bound"""
+    STATE_LOST: _Code.ValueType  # 18
+    """state cannot be brought back, and trying again does not help"""
 
 class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
 
@@ -94,6 +96,8 @@ DENIED: Code.ValueType  # 16
 """the caller has not shown that it may"""
 NOT_ADMITTED: Code.ValueType  # 17
 """it would slow down a member of the group beyond its bound"""
+STATE_LOST: Code.ValueType  # 18
+"""state cannot be brought back, and trying again does not help"""
 Global___Code: typing_extensions.TypeAlias = Code
 
 class _ContextState:
@@ -1587,6 +1591,8 @@ class Register(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     TICKET_FIELD_NUMBER: builtins.int
     BACKEND_FIELD_NUMBER: builtins.int
+    UNKEPT_BYTES_FIELD_NUMBER: builtins.int
+    BASES_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.str
     group: builtins.str
@@ -1608,9 +1614,15 @@ class Register(google.protobuf.message.Message):
     """from the agent's socket: proves which process this is"""
     backend: builtins.str
     """the job's choice, NAME or NAME:key=value,...; empty: none"""
+    unkept_bytes: builtins.int
+    """of state_bytes: need no host memory of this process (frozen weights)"""
     @property
     def modes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """offload, discard"""
+
+    @property
+    def bases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SharedBase]:
+        """where those lie that share one copy with other processes"""
 
     def __init__(
         self,
@@ -1629,10 +1641,32 @@ class Register(google.protobuf.message.Message):
         device: builtins.str = ...,
         ticket: builtins.str = ...,
         backend: builtins.str = ...,
+        unkept_bytes: builtins.int = ...,
+        bases: collections.abc.Iterable[Global___SharedBase] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "device", b"device", "group", b"group", "incarnation", b"incarnation", "job", b"job", "modes", b"modes", "need_bytes", b"need_bytes", "parked", b"parked", "parked_bytes", b"parked_bytes", "pid", b"pid", "rank", b"rank", "start_time", b"start_time", "state_bytes", b"state_bytes", "ticket", b"ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bases", b"bases", "device", b"device", "group", b"group", "incarnation", b"incarnation", "job", b"job", "modes", b"modes", "need_bytes", b"need_bytes", "parked", b"parked", "parked_bytes", b"parked_bytes", "pid", b"pid", "rank", b"rank", "start_time", b"start_time", "state_bytes", b"state_bytes", "ticket", b"ticket", "unkept_bytes", b"unkept_bytes"]) -> None: ...
 
 Global___Register: typing_extensions.TypeAlias = Register
+
+@typing.final
+class SharedBase(google.protobuf.message.Message):
+    """Frozen weights in one host copy of a node, read-only, for all its processes that say the same digest."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    digest: builtins.str
+    bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        digest: builtins.str = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "digest", b"digest"]) -> None: ...
+
+Global___SharedBase: typing_extensions.TypeAlias = SharedBase
 
 @typing.final
 class WorkloadCommand(google.protobuf.message.Message):
@@ -1944,15 +1978,22 @@ class Resized(google.protobuf.message.Message):
 
     STATE_BYTES_FIELD_NUMBER: builtins.int
     NEED_BYTES_FIELD_NUMBER: builtins.int
+    UNKEPT_BYTES_FIELD_NUMBER: builtins.int
+    BASES_FIELD_NUMBER: builtins.int
     state_bytes: builtins.int
     need_bytes: builtins.int
+    unkept_bytes: builtins.int
+    @property
+    def bases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SharedBase]: ...
     def __init__(
         self,
         *,
         state_bytes: builtins.int = ...,
         need_bytes: builtins.int = ...,
+        unkept_bytes: builtins.int = ...,
+        bases: collections.abc.Iterable[Global___SharedBase] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["need_bytes", b"need_bytes", "state_bytes", b"state_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bases", b"bases", "need_bytes", b"need_bytes", "state_bytes", b"state_bytes", "unkept_bytes", b"unkept_bytes"]) -> None: ...
 
 Global___Resized: typing_extensions.TypeAlias = Resized
 

@@ -13,7 +13,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Protocol, runtime_checkable
 
-from coslice.workload.buffers import HostBuffer
+from coslice.workload.buffers import Buffers, HostBuffer
+
+KEEP, DROP, SHARE = POLICIES = ("keep", "drop", "share")
+"""What becomes of frozen parameters; see ``torch_base``."""
 
 
 class Taken(Protocol):
@@ -81,6 +84,29 @@ class Divisible(Protocol):
     def used(self, tags: Iterable[str]) -> None:
         """These regions were used now."""
         ...
+
+
+class Frugal(Protocol):
+    """What of an adapter's state needs no host memory of this process."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def shared(self) -> tuple[str, int] | None:
+        """Digest and bytes of the one copy that all processes with the same have; None: there is none."""
+        ...
+
+    def lend(self, buffers: Buffers) -> None:
+        """Where a shared copy comes from."""
+        ...
+
+
+@runtime_checkable
+class Based(Protocol):
+    """An ``Adapter`` that may have such state."""
+
+    base: Frugal | None
 
 
 class Adapter(Protocol):

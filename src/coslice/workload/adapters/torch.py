@@ -16,6 +16,7 @@ from typing import Any
 from coslice.errors import ConfigError, NoRoom, OperationFailed
 from coslice.workload import copying, memory
 from coslice.workload.adapters import torch_copy as copy
+from coslice.workload.adapters.torch_base import Base
 from coslice.workload.adapters.torch_find import OPTIMIZER, Block, Roots, check_movable, find, torch
 from coslice.workload.adapters.torch_guard import Guard
 from coslice.workload.buffers import HostBuffer
@@ -52,10 +53,17 @@ class TorchAdapter:
         """Storage → when it was last seen to have changed."""
         self.left: set[Hashable] = set()
         """Storages that left in the last move of a part: the same leave again, others being equal."""
+        self.base: Base | None = None
 
     def check(self) -> None:
         """Raise ``ConfigError`` for state that can never move."""
         check_movable(find(self.roots, set(), device=self.device))
+
+    def freeze(self, policy: str, reread_from: Any = None) -> None:
+        """What becomes of parameters that are not trained; see ``torch_base``. Reads all of them."""
+        blocks = find(self.roots, set(), device=self.device)
+        base = Base(policy, blocks, reread_from=reread_from, near=self.near)
+        self.base = base if base.known else None
 
     def measure(self, seen: set[int]) -> int:
         return sum(block.nbytes for block in find(self.roots, seen, device=self.device))
@@ -67,13 +75,16 @@ class TorchAdapter:
         return sum(int(cuda.memory_reserved(i)) for i in range(cuda.device_count()))
 
     def take(self, *, discard: bool, tags: AbstractSet[str], seen: set[int]) -> "TorchTaken | None":
-        blocks = find(self.roots, seen, device=self.device)
-        if tags:
-            blocks = [block for block in blocks if block.tag in tags]
+        here = find(self.roots, seen, device=self.device)
+        blocks = [block for block in here if not tags or block.tag in tags]
         if not blocks:
             return None
         check_movable(blocks)
-        return TorchTaken(blocks, self, discard=discard)
+        return self._taken(blocks, here, discard=discard)
+
+    def _taken(self, blocks: list[Block], here: list[Block], *, discard: bool = False) -> "TorchTaken":
+        frozen = [] if discard or self.base is None else self.base.unchanged(blocks, here)
+        return TorchTaken(blocks, self, discard=discard, frozen=frozen)
 
     def take_part(self, least: int, *, seen: set[int]) -> "TorchTaken | None":
         """Frozen weights stay longest: nothing of them changes, so nothing is won by their leaving but room.
@@ -94,7 +105,7 @@ class TorchAdapter:
             return None
         check_movable(chosen)
         self.left = {key_of(block) for block in chosen}
-        return TorchTaken(chosen, self, discard=False)
+        return self._taken(chosen, blocks)
 
     def used(self, tags: Iterable[str]) -> None:
         self._used |= dict.fromkeys(tags, time.monotonic())
@@ -125,12 +136,20 @@ def key_of(block: Block) -> Hashable:
 
 class TorchTaken:
     def __init__(
-        self, blocks: list[Block], adapter: TorchAdapter, *, discard: bool, leads: bool = True
+        self,
+        blocks: list[Block],
+        adapter: TorchAdapter,
+        *,
+        discard: bool,
+        leads: bool = True,
+        frozen: Sequence[Block] = (),
     ) -> None:
-        """``leads``: of several parts, the one that guards modules and optimizers."""
+        """``leads``: of several parts, the one that guards modules and optimizers. ``frozen``: of ``blocks``,
+        those that the base brings back."""
         self.blocks, self._adapter, self._discard, self._leads = blocks, adapter, discard, leads
+        self._frozen = frozen
         self.registered = sum(block.nbytes for block in blocks)
-        self.kept = 0 if discard else self.registered
+        self.kept = 0 if discard else self.registered - sum(block.nbytes for block in frozen)
         self.keys = {block.storage._cdata for block in blocks}
         self.copied, self.seconds = 0, 0.0
         self._offsets: Sequence[int] = ()
@@ -146,19 +165,17 @@ class TorchTaken:
 
     def split(self) -> "Sequence[TorchTaken]":
         size = max(PART, self.registered // PARTS)
-        groups: list[list[Block]] = [[]]
-        room = size
-        for block in self.blocks:
-            if room <= 0:
-                groups.append([])
-                room = size
-            groups[-1].append(block)
-            room -= block.nbytes
-        if len(groups) == 1:
+        frozen = {id(block) for block in self._frozen}
+        groups = _grouped([block for block in self.blocks if id(block) not in frozen], size)
+        if len(groups) == 1 and not frozen:
             return [self]
+        base = self._adapter.base
+        whole = base is not None and base.whole
+        still = _grouped(self._frozen, self.registered if whole else size)
+        kinds = [TorchTaken] * len(groups) + [BaseTaken] * len(still)
         return [
-            TorchTaken(blocks, self._adapter, discard=self._discard, leads=not i)
-            for i, blocks in enumerate(groups)
+            kind(blocks, self._adapter, discard=self._discard, leads=not i)
+            for i, (kind, blocks) in enumerate(zip(kinds, (*groups, *still), strict=True))
         ]
 
     def save(self, buffer: HostBuffer | None, offset: int) -> None:
@@ -259,6 +276,37 @@ class TorchTaken:
         for block in self.blocks:
             for tensor, name in block.tensors:
                 self._guard.tensor(tensor, f"{block.tag} {name!r}")
+
+
+class BaseTaken(TorchTaken):
+    """Frozen weights that need no copy: they were proven to be what the base will bring back."""
+
+    def slots(self) -> Sequence[tuple[Hashable, int]]:
+        return ()
+
+    def save(self, buffer: HostBuffer | None, offset: int) -> None:
+        self.copied, self.seconds = 0, 0.0
+
+    def load(self, buffer: HostBuffer | None, offset: int) -> None:
+        began = time.perf_counter()
+        assert self._adapter.base is not None
+        copy.synchronize(self._devices)
+        self.copied = self._adapter.base.load(self.blocks)
+        copy.synchronize(self._devices)
+        self.seconds = time.perf_counter() - began
+
+
+def _grouped(blocks: Iterable[Block], size: int) -> list[list[Block]]:
+    """In their order, in parts of ``size`` bytes or some more."""
+    groups: list[list[Block]] = []
+    room = 0
+    for block in blocks:
+        if room <= 0:
+            groups.append([])
+            room = size
+        groups[-1].append(block)
+        room -= block.nbytes
+    return groups
 
 
 def make_roots(model: Any, optimizer: Any, tensors: Any, patterns: Any) -> Roots:

@@ -64,8 +64,8 @@ class Device:
         for place in places:
             where = (buffer.identity, buffer.generation, place.offset, place.nbytes)
             known, self._last[place.key] = self._last.pop(place.key, None), (where, None)
-            now = _digests(_bytes_of(place.storage)) if incremental else None
-            source, target = _bytes_of(place.storage), _host(buffer, place.offset, place.nbytes)
+            now = digests_of(place.storage) if incremental else None
+            source, target = bytes_of(place.storage), _host(buffer, place.offset, place.nbytes)
             if now is None or known is None or known[1] is None or known[0] != where:
                 runs = [(0, place.nbytes)]
             else:
@@ -82,7 +82,7 @@ class Device:
         for place in places:
             with streams.next(place.storage.device):
                 source = _host(buffer, place.offset, place.nbytes)
-                _bytes_of(place.storage).copy_(source, non_blocking=True)
+                bytes_of(place.storage).copy_(source, non_blocking=True)
 
     def forget(self) -> None:
         self._last.clear()
@@ -91,7 +91,7 @@ class Device:
 def verify_device(places: Iterable[Place], buffer: HostBuffer) -> None:
     """Raise ``OperationFailed`` unless every copy equals its storage, byte for byte."""
     for place in places:
-        here, there = _bytes_of(place.storage), _host(buffer, place.offset, place.nbytes)
+        here, there = bytes_of(place.storage), _host(buffer, place.offset, place.nbytes)
         for at in range(0, place.nbytes, BATCH * PIECE):
             if not torch().equal(here[at : at + BATCH * PIECE].cpu(), there[at : at + BATCH * PIECE]):
                 raise OperationFailed(
@@ -142,6 +142,11 @@ def _runs(changed: Sequence[bool], nbytes: int) -> list[tuple[int, int]]:
     return runs
 
 
+def digests_of(storage: Any) -> Any:
+    """As ``_digests``, of all its bytes."""
+    return _digests(bytes_of(storage))
+
+
 def _digests(content: Any) -> Any:
     """Two 64-bit sums per piece, on the CPU; None where the device has no room to compute them.
 
@@ -183,7 +188,7 @@ def _host(buffer: HostBuffer, offset: int, nbytes: int) -> Any:
     return torch().frombuffer(raw, dtype=torch().uint8)
 
 
-def _bytes_of(storage: Any) -> Any:
+def bytes_of(storage: Any) -> Any:
     return torch().empty(0, dtype=torch().uint8, device=storage.device).set_(storage)
 
 
