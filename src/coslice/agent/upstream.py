@@ -235,6 +235,8 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
             text = (
                 f"no process of job {job!r} is known here: its workload registers first, or is named by pids"
             )
+        elif state == up.JOB_STATE_IDLE:
+            text += "; its processes use no device"
         elif state == up.JOB_STATE_FAULTED:
             text += "; where its state is was lost with an agent or a stream: restore it"
         raise DirectRefused(status, text)
