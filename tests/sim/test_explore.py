@@ -24,6 +24,16 @@ def test_one_node_and_two_jobs_with_any_trouble_are_sound() -> None:
     assert set(LETTERS) == {letter for letter, steps in figures.letters.items() if steps}
 
 
+def test_jobs_that_are_frozen_in_a_phase_are_sound() -> None:
+    """With what else may strike a frozen job: crashes, and a stream that breaks."""
+    budget = Budget(together=2, pairs=("overruns", "crashes", "losses"))
+    begin = Explored.begin(nodes=1, jobs=2, acquires=1, budget=budget, whole=True)
+    figures = Explorer(begin).run()
+    assert figures.complete
+    assert (figures.violations, figures.stuck_states) == (0, 0), figures.stories
+    assert figures.letters["holder overruns"] > 50
+
+
 def test_two_nodes_and_three_jobs_without_trouble_are_sound() -> None:
     figures = explored(nodes=2, jobs=3, troubles=0)
     assert figures.complete

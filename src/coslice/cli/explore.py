@@ -25,13 +25,17 @@ def run_explore(
     out: Path | None,
     acquires: int = 2,
     troubles: int = 1,
+    whole: bool = False,
     seconds: float = float("inf"),
 ) -> int:
     """The exit status: 0, 1 if a state is wrong or stuck, 2 if the search did not end, 130 if interrupted."""
     budget = Budget(together=troubles, pairs=PAIRS)
-    console.print(f"{nodes} nodes, {jobs} jobs, {acquires} acquires each. In one run: {_bounds(budget)}")
+    kind = ", which can be frozen in a phase" if whole else ""
+    console.print(
+        f"{nodes} nodes, {jobs} jobs{kind}, {acquires} acquires each. In one run: {_bounds(budget)}"
+    )
     explorer = Explorer(
-        Explored.begin(nodes=nodes, jobs=jobs, acquires=acquires, budget=budget),
+        Explored.begin(nodes=nodes, jobs=jobs, acquires=acquires, budget=budget, whole=whole),
         seconds=seconds,
         progress=_progress,
     )
@@ -43,7 +47,8 @@ def run_explore(
     figures = explorer.figures
     _print(figures)
     if out is not None:
-        out.write_text(json.dumps(_as_json(figures, nodes, jobs, acquires, budget), indent=1) + "\n")
+        found = {**_as_json(figures, nodes, jobs, acquires, budget), "whole": whole}
+        out.write_text(json.dumps(found, indent=1) + "\n")
     if interrupted:
         return 130
     if figures.violations or figures.stuck_states:

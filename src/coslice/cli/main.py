@@ -580,6 +580,9 @@ def explore(
         int,
         typer.Option(min=0, max=2, help="In one run: 1 of any kind; 2: also a crash and a failed operation."),
     ] = 1,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Jobs that can be frozen in the middle of a phase.")
+    ] = False,
     seconds: Annotated[float, typer.Option(help="Stop then, incomplete.")] = float("inf"),
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
@@ -589,7 +592,13 @@ def explore(
     from coslice.cli.explore import run_explore
 
     status = run_explore(
-        nodes=nodes, jobs=jobs, acquires=acquires, troubles=troubles, seconds=seconds, out=json
+        nodes=nodes,
+        jobs=jobs,
+        acquires=acquires,
+        troubles=troubles,
+        whole=whole,
+        seconds=seconds,
+        out=json,
     )
     raise typer.Exit(status)
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from coslice.core.context import NodeRules
 from coslice.core.effects import RunRestore, RunSnapshot
 from coslice.core.group import GroupRules, Held
-from coslice.core.group_state import active
+from coslice.core.group_state import active, frozen_lease
 from coslice.core.holdings import Effort, Leaving, in_transit
 from coslice.core.ids import GroupId, JobId, NodeId
 from coslice.sim import wire
@@ -32,7 +32,7 @@ _IN = ("fails", "half", "lost", "silent")
 TRIVIAL = (wire.Welcome, wire.Yielded, wire.ShouldYield, wire.Refused, wire.Rejected)
 
 
-KINDS = ("crashes", "failures", "losses", "doubles", "cancels", "deaths", "delays")
+KINDS = ("crashes", "failures", "losses", "doubles", "cancels", "deaths", "delays", "overruns")
 
 
 class Budget(Struct, frozen=True):
@@ -50,6 +50,7 @@ class Budget(Struct, frozen=True):
     cancels: int = 1
     deaths: int = 1
     delays: int = 1
+    overruns: int = 1
 
     def spend(self, kind: str) -> "Budget":
         rest = self.together - 1 if kind in self.pairs else 0
@@ -81,11 +82,13 @@ class Move(Struct, frozen=True):
         return " ".join(text for text in (self.letter, self.who, self.how) if text)
 
 
-def setup(nodes: int, jobs: int) -> Setup:
+def setup(nodes: int, jobs: int, *, whole: bool = False) -> Setup:
+    names = tuple(JobId(f"j{i}") for i in range(jobs))
     return Setup(
         groups=(GROUP,),
         nodes=tuple(NodeId(f"n{i}") for i in range(nodes)),
-        jobs=tuple(JobId(f"j{i}") for i in range(jobs)),
+        jobs=names,
+        whole=frozenset(names if whole else ()),
         rules=GroupRules(
             node_loss=FAR,
             op_timeout=FAR,
@@ -115,8 +118,11 @@ class Explored:
         """The last move answered somebody who waited."""
 
     @classmethod
-    def begin(cls, *, nodes: int, jobs: int, acquires: int, budget: Budget) -> "Explored":
-        world = World(setup(nodes, jobs), Silence())
+    def begin(
+        cls, *, nodes: int, jobs: int, acquires: int, budget: Budget, whole: bool = False
+    ) -> "Explored":
+        """``whole``: the jobs' processes can be frozen in the middle of a phase."""
+        world = World(setup(nodes, jobs, whole=whole), Silence())
         for node in world.nodes.values():
             world.attach(node)
         for job in world.setup.jobs:
@@ -209,6 +215,14 @@ class Explored:
         assert isinstance(held, Held)
         late = tuple(replace(h, confirm_by=0.0) if h.confirm_by is not None else h for h in held.holders)
         self.world.shell.locks[GROUP] = replace(group, occupancy=replace(held, holders=late))
+        self._due(self.world)
+
+    def overrun(self) -> None:
+        """The holder has had the lock for as long as it may while others wait."""
+        group = self.world.shell.locks[GROUP]
+        held = group.occupancy
+        assert isinstance(held, Held)
+        self.world.shell.locks[GROUP] = replace(group, occupancy=replace(held, contended_s=2 * FAR))
         self._due(self.world)
 
     def settled(self) -> None:
@@ -333,6 +347,8 @@ def _of_time(state: Explored) -> Iterator[Move]:
     group = state.world.shell.locks[GROUP]
     for lost in group.lost:
         job = lost.session.split(".")[0]
+        if frozen_lease(group, JobId(job)) is not None:
+            continue  # its silence is not counted
         if lost.session not in state.world.clients:
             yield Move("grace ends", job)
         elif state.budget.has("delays"):
@@ -340,6 +356,8 @@ def _of_time(state: Explored) -> Iterator[Move]:
     if group.settle_by is not None:
         yield Move("settling ends")
     held = group.occupancy
+    if isinstance(held, Held) and held.contended_since is not None and state.budget.has("overruns"):
+        yield Move("holder overruns", trouble="overruns")
     if isinstance(held, Held) and any(h.confirm_by is not None for h in active(held)):
         mine = [h.session for h in active(held) if h.confirm_by is not None]
         if any(s not in state.world.clients for s in mine):
@@ -518,6 +536,10 @@ def _not_confirmed(state: Explored, move: Move) -> None:
     state.unconfirmed()
 
 
+def _overruns(state: Explored, move: Move) -> None:
+    state.overrun()
+
+
 def _settling_ends(state: Explored, move: Move) -> None:
     state.settled()
 
@@ -549,6 +571,7 @@ _DO: dict[str, Callable[[Explored, Move], None]] = {
     "orchestrator killed": _orchestrator_killed,
     "grace ends": _grace_ends,
     "not confirmed": _not_confirmed,
+    "holder overruns": _overruns,
     "settling ends": _settling_ends,
 }
 LETTERS = tuple(_DO)

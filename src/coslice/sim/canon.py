@@ -76,6 +76,7 @@ class _Look:
         self.asks = {a.request for a in open_asks(group)}
         if isinstance(group.occupancy, Held):
             self.asks.update(h.request for h in active(group.occupancy))
+        self.asks.update(h.request for lease in group.frozen for h in active(lease))
 
     def _may_end(self) -> bool:
         """May a process still end while its session is waited for? Then it matters which are clients' own."""
@@ -174,11 +175,7 @@ class _Naming:
         on: Part
         match now:
             case Held():
-                shares = tuple(
-                    (self._request(h.request), h.state, h.confirmed, h.confirm_by is not None)
-                    for h in now.holders
-                )
-                on = ("held", self.job[now.job], self._epoch(now.epoch), shares)
+                on = ("held", *self._lease(now))
             case Swapping():
                 waiter = None if now.waiter is None else self._waiter(now.waiter)
                 on = (
@@ -193,7 +190,21 @@ class _Naming:
             case _:
                 on = ("empty",)
         waiting = tuple((self.job[w.job], self._waiter(w)) for w in group.waiters)
-        return on, waiting, group.settle_by is not None, self._epoch(group.epoch)
+        frozen = tuple(self._lease(lease) for lease in group.frozen)
+        return on, waiting, frozen, group.settle_by is not None, self._epoch(group.epoch)
+
+    def _lease(self, held: Held) -> Part:
+        shares = tuple(
+            (
+                self._request(h.request),
+                self._epoch(h.epoch),
+                h.state,
+                h.confirmed,
+                h.confirm_by is not None,
+            )
+            for h in held.holders
+        )
+        return self.job[held.job], self._epoch(held.epoch), shares
 
     def _waiter(self, waiter: Waiter) -> Part:
         return tuple(self._request(a.request) for a in waiter.asks), waiter.attempts
@@ -257,7 +268,7 @@ class _Naming:
         stuck = tuple(self.job[s.job] for s in self.group.stuck if s.node == node.name)
         stream = node.stream
         down = tuple(
-            (self.job[m.command.job], self._epoch(m.command.epoch))
+            (self.job[m.command.job], self._epoch(m.command.epoch), self._jobs(m.command.freeze))
             for m in stream.down
             if isinstance(m, wire.Told)
         )
@@ -338,7 +349,12 @@ class _Naming:
         return [m for m in self.world.nodes[node].stream.down if isinstance(m, wire.Told)]
 
     def _operation(self, op: Operation | None) -> Part:
-        return () if op is None else (self.job[op.job], self._epoch(op.epoch), op.restores)
+        if op is None:
+            return ()
+        return self.job[op.job], self._epoch(op.epoch), op.restores, self._jobs(op.freeze)
+
+    def _jobs(self, jobs: tuple[JobId, ...]) -> Part:
+        return tuple(sorted([self.job[job] for job in jobs]))
 
     def _context(self, served: Served, context: Context) -> Part:
         members = tuple((m.parked, m.part, m.seen) for m in context.members)
