@@ -265,7 +265,7 @@ def _returning(
 def _marked(
     context: Context, of: tuple[MemberId, ...], *, parked: bool = False, part: bool = False
 ) -> tuple[Member, ...]:
-    return tuple(replace(m, parked=parked, part=part) if m.id in of else m for m in context.members)
+    return tuple([replace(m, parked=parked, part=part) if m.id in of else m for m in context.members])
 
 
 def _on_snapshot_succeeded(turn: NodeTurn, event: ev.SnapshotSucceeded) -> None:
@@ -279,7 +279,7 @@ def _on_snapshot_succeeded(turn: NodeTurn, event: ev.SnapshotSucceeded) -> None:
         to = Partly(saved=saved, left=max(1, event.residual))
     members = _marked(context, place.of, parked=not event.partly, part=event.partly)
     context = replace(context, members=members, place=to, use=event.residual if event.partly else 0)
-    late = not all(m.parked or m.part for m in context.members)
+    late = [m for m in context.members if not m.parked and not m.part]
     turn.put(settled(context) if late else context)  # whoever joined meanwhile is still on the device
     count_eviction(turn, context.job, event.bytes)
     turn.say(

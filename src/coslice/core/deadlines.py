@@ -81,6 +81,8 @@ def _unconfirmed(turn: Turn) -> None:
     if not isinstance(held, Held):
         return
     late = [h for h in active(held) if h.confirm_by is not None and h.confirm_by <= turn.at]
+    if not late:
+        return
     for session in dict.fromkeys(h.session for h in late):
         current = turn.group.occupancy
         if isinstance(current, Held):

@@ -57,7 +57,7 @@ class ReasonCode(StrEnum):
     POLICY_SET = "policy_set"
 
 
-class Reason(Struct, frozen=True):
+class Reason(Struct, frozen=True, gc=False):
     code: ReasonCode
     text: str
 
@@ -77,7 +77,7 @@ class RefuseCode(StrEnum):
     INVALID = "invalid"
 
 
-class _Effect(Struct, frozen=True, kw_only=True, tag=True):
+class _Effect(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     pass
 
 

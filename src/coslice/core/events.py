@@ -21,7 +21,7 @@ class ContextState(StrEnum):
     LOST = "lost"  # gone, with a reason; the next registration of the job starts afresh
 
 
-class ContextFact(Struct, frozen=True, kw_only=True):
+class ContextFact(Struct, frozen=True, gc=False, kw_only=True):
     """What an agent says of one job. A job without processes and without state has no fact at all."""
 
     job: JobId
@@ -34,7 +34,7 @@ class ContextFact(Struct, frozen=True, kw_only=True):
     """Its processes can be frozen as they are, also in the middle of a phase."""
 
 
-class EndedProcess(Struct, frozen=True, kw_only=True):
+class EndedProcess(Struct, frozen=True, gc=False, kw_only=True):
     """A registered process whose end the agent saw: a pid and a start time name it for good."""
 
     job: JobId
@@ -43,7 +43,7 @@ class EndedProcess(Struct, frozen=True, kw_only=True):
     start_time: int
 
 
-class NodeFacts(Struct, frozen=True, kw_only=True):
+class NodeFacts(Struct, frozen=True, gc=False, kw_only=True):
     """An agent's own word on what it holds for one group; the orchestrator only keeps a copy."""
 
     version: int = 0
@@ -61,7 +61,7 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
     accelerator: str = "host"
 
 
-class _Event(Struct, frozen=True, kw_only=True, tag=True):
+class _Event(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     at: float
     """Seconds on the driver's clock. The core has no other notion of time."""
 

@@ -8,7 +8,8 @@
     Swapping   nodes have been told to make a job resident; the lease follows when all have reported
 
 Nothing here decides anything. The questions are asked in every step: those that are asked often are written
-as plain loops, which cost a fraction of what generators do.
+as plain loops, which cost a fraction of what generators do. ``gc=False``: frozen values of frozen values
+cannot form cycles, so that the collector need not look at them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,7 @@ from coslice.core.policy.base import Ask, Reserve, Waiter
 from coslice.core.policy.past import Past
 
 
-class GroupRules(Struct, frozen=True, kw_only=True):
+class GroupRules(Struct, frozen=True, gc=False, kw_only=True):
     """All in seconds unless said otherwise."""
 
     session_grace: float = 10.0
@@ -48,11 +49,11 @@ class GroupRules(Struct, frozen=True, kw_only=True):
     """An evictee that could not be moved is tried again after that long: it may have left its section."""
 
 
-class Empty(Struct, frozen=True, tag=True):
+class Empty(Struct, frozen=True, gc=False, tag=True):
     pass
 
 
-class Resident(Struct, frozen=True, kw_only=True, tag=True):
+class Resident(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     job: JobId
 
 
@@ -62,7 +63,7 @@ class HolderState(StrEnum):
     GONE = "gone"  # abandoned, unconfirmed, or its session ended
 
 
-class Holder(Struct, frozen=True, kw_only=True):
+class Holder(Struct, frozen=True, gc=False, kw_only=True):
     """One process's share of a lease."""
 
     request: RequestId
@@ -77,7 +78,7 @@ class Holder(Struct, frozen=True, kw_only=True):
     """None: the clock does not run (confirmed, part of a larger request, or the session is lost)."""
 
 
-class Held(Struct, frozen=True, kw_only=True, tag=True):
+class Held(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     job: JobId
     incarnation: Incarnation
     epoch: Epoch
@@ -96,7 +97,7 @@ class Held(Struct, frozen=True, kw_only=True, tag=True):
     overran: bool = False
 
 
-class Swapping(Struct, frozen=True, kw_only=True, tag=True):
+class Swapping(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     incoming: JobId
     waiter: Waiter | None
     """None once every caller gave up; the swap still runs to its end."""
@@ -116,7 +117,7 @@ class Swapping(Struct, frozen=True, kw_only=True, tag=True):
 Occupancy = Empty | Resident | Held | Swapping
 
 
-class NodeView(Struct, frozen=True, kw_only=True):
+class NodeView(Struct, frozen=True, gc=False, kw_only=True):
     """The orchestrator's copy of one node: what its agent said last, and whether its stream is up."""
 
     node: NodeId
@@ -129,7 +130,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
     """The last command not answered yet: until it is, the facts may be about to change. 0: none."""
 
 
-class Hung(Struct, frozen=True, kw_only=True):
+class Hung(Struct, frozen=True, gc=False, kw_only=True):
     """A node that left the group because it did not answer this command; it is back when it does."""
 
     op: OpId
@@ -140,7 +141,7 @@ class Hung(Struct, frozen=True, kw_only=True):
     freeze: tuple[JobId, ...] = ()
 
 
-class Fault(Struct, frozen=True, kw_only=True):
+class Fault(Struct, frozen=True, gc=False, kw_only=True):
     """Why a job is refused until it registers afresh."""
 
     code: RefuseCode
@@ -149,12 +150,12 @@ class Fault(Struct, frozen=True, kw_only=True):
     """Set when the fault is only that this node is out of reach."""
 
 
-class LastYield(Struct, frozen=True):
+class LastYield(Struct, frozen=True, gc=False):
     session: SessionId
     epoch: Epoch
 
 
-class SessionProcess(Struct, frozen=True, kw_only=True):
+class SessionProcess(Struct, frozen=True, gc=False, kw_only=True):
     """The process that a session speaks for, in its own words."""
 
     session: SessionId
@@ -163,7 +164,7 @@ class SessionProcess(Struct, frozen=True, kw_only=True):
     start_time: int
 
 
-class JobRecord(Struct, frozen=True, kw_only=True):
+class JobRecord(Struct, frozen=True, gc=False, kw_only=True):
     job: JobId
     incarnation: Incarnation
     sessions: tuple[SessionId, ...] = ()
@@ -177,12 +178,12 @@ class JobRecord(Struct, frozen=True, kw_only=True):
     """Empty unless the policy asks for it."""
 
 
-class LostSession(Struct, frozen=True, kw_only=True):
+class LostSession(Struct, frozen=True, gc=False, kw_only=True):
     session: SessionId
     deadline: float
 
 
-class Stuck(Struct, frozen=True, kw_only=True):
+class Stuck(Struct, frozen=True, gc=False, kw_only=True):
     """A job (or, with no name, a stray process) that could not be evicted from a node."""
 
     node: NodeId
@@ -192,7 +193,7 @@ class Stuck(Struct, frozen=True, kw_only=True):
     retry_at: float
 
 
-class Group(Struct, frozen=True, kw_only=True):
+class Group(Struct, frozen=True, gc=False, kw_only=True):
     id: GroupId
     rules: GroupRules = GroupRules()
     views: tuple[NodeView, ...] = ()

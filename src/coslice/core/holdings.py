@@ -24,7 +24,7 @@ from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, MemberId, NodeI
 MIB = 1 << 20
 
 
-class NodeRules(Struct, frozen=True, kw_only=True):
+class NodeRules(Struct, frozen=True, gc=False, kw_only=True):
     """How patient a node is. Seconds, and numbers of attempts."""
 
     retries: int = 3
@@ -44,7 +44,7 @@ class NodeRules(Struct, frozen=True, kw_only=True):
     """How long a restore waits for what parked processes still have on the device to go."""
 
 
-class Member(Struct, frozen=True, kw_only=True):
+class Member(Struct, frozen=True, gc=False, kw_only=True):
     """One process. ``seen`` is false after a restart of the agent until the process has registered again."""
 
     id: MemberId
@@ -70,7 +70,7 @@ class Effort(StrEnum):
     KILLING = "killing"  # the processes were killed; their exit is awaited
 
 
-class Live(Struct, frozen=True, tag=True):
+class Live(Struct, frozen=True, gc=False, tag=True):
     whole: bool = True
     """False: part of it may be in host memory, so it must be restored before it is granted."""
     reason: str = ""
@@ -78,7 +78,7 @@ class Live(Struct, frozen=True, tag=True):
     """False: a move ended half-way: where each process has its state is not known until the next succeeds."""
 
 
-class Leaving(Struct, frozen=True, kw_only=True, tag=True):
+class Leaving(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     of: tuple[MemberId, ...]
     """Whom this attempt moves; a process that registers meanwhile is not among them."""
     attempt: int
@@ -95,7 +95,7 @@ class Leaving(Struct, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
-class Partly(Struct, frozen=True, kw_only=True, tag=True):
+class Partly(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     """A part of it is in host memory. Until that is back the job does not run, so the rest does not grow."""
 
     saved: int
@@ -103,13 +103,13 @@ class Partly(Struct, frozen=True, kw_only=True, tag=True):
     """What its processes have on the device, in bytes as measured; at least 1."""
 
 
-class Saved(Struct, frozen=True, kw_only=True, tag=True):
+class Saved(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     bytes: int
     residual: int = 0
     """What the parked processes leave on the device."""
 
 
-class Returning(Struct, frozen=True, kw_only=True, tag=True):
+class Returning(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     of: tuple[MemberId, ...]
     attempt: int
     effort: Effort
@@ -117,7 +117,7 @@ class Returning(Struct, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
-class Lost(Struct, frozen=True, tag=True):
+class Lost(Struct, frozen=True, gc=False, tag=True):
     reason: str
 
 
@@ -125,7 +125,7 @@ Place = Live | Leaving | Partly | Saved | Returning | Lost
 _MOVING = (Leaving, Returning)
 
 
-class Context(Struct, frozen=True, kw_only=True):
+class Context(Struct, frozen=True, gc=False, kw_only=True):
     """One job on this node."""
 
     job: JobId
@@ -156,20 +156,20 @@ class Context(Struct, frozen=True, kw_only=True):
 
     @property
     def divisible(self) -> bool:
-        return all(m.divisible for m in self.members)
+        return False not in [m.divisible for m in self.members]
 
     @property
     def whole(self) -> bool:
         """Can all of it be frozen? What a process has registered, it must move itself."""
-        return bool(self.members) and all(m.whole and not m.bytes for m in self.members)
+        return bool(self.members) and not [m for m in self.members if not m.whole or m.bytes]
 
     @property
     def ready(self) -> bool:
         """Every process can be talked to."""
-        return all(m.seen for m in self.members)
+        return False not in [m.seen for m in self.members]
 
 
-class Operation(Struct, frozen=True, kw_only=True):
+class Operation(Struct, frozen=True, gc=False, kw_only=True):
     """Make ``job`` resident, as commanded under ``epoch``."""
 
     op: OpId
@@ -189,7 +189,7 @@ class Operation(Struct, frozen=True, kw_only=True):
     """Set while it waits for room; then it gives up."""
 
 
-class Holdings(Struct, frozen=True, kw_only=True):
+class Holdings(Struct, frozen=True, gc=False, kw_only=True):
     group: GroupId
     node: NodeId
     device_budget: int = 0

@@ -25,7 +25,7 @@ def try_snapshot(
 ) -> None:
     before, rules = context.place, turn.holdings.rules
     place = Leaving(
-        of=tuple(m.id for m in context.members),
+        of=tuple([m.id for m in context.members]),
         attempt=attempt,
         effort=Effort.TRYING,
         until=turn.at + rules.snapshot_timeout if stuck_since is None else stuck_since + rules.stuck_grace,

@@ -16,7 +16,7 @@ def try_restore(turn: NodeTurn, op: Operation, context: Context) -> None:
     attempt = op.restores + 1
     turn.amend(restores=attempt, room_by=None)
     place = Returning(
-        of=tuple(m.id for m in context.members),
+        of=tuple([m.id for m in context.members]),
         attempt=attempt,
         effort=Effort.TRYING,
         until=turn.at + turn.holdings.rules.restore_timeout,

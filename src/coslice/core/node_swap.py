@@ -92,8 +92,9 @@ def _to_evict(held: Holdings, op: Operation, need: int, beside: list[Context]) -
         return frozen
     if fits_beside(held, op.job, need, beside):
         return None
-    unknown = next((c for c in beside if not taken(held, c)), None)
-    return unknown if unknown is not None and need and held.device_budget else beside[0]
+    known = need and held.device_budget
+    unknown = next((c for c in beside if not taken(held, c)), None) if known else None
+    return unknown or beside[0]
 
 
 def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> None:
@@ -135,8 +136,8 @@ def _part(held: Holdings, op: Operation, evictee: Context, need: int) -> int:
     First exactly what lacks. What allocators kept of that is known afterwards, by measure: if there is still
     no room, another part follows, with some to spare.
     """
-    lack = lacking(held, op.job, need, others(held, op.job))
-    if not lack or not evictee.divisible or evictee.job in op.freeze:
+    lack = lacking(held, op.job, need, others(held, op.job)) if evictee.divisible else 0
+    if not lack or evictee.job in op.freeze:
         return 0
     place = evictee.place
     if not isinstance(place, Partly) and place != Live():
@@ -194,7 +195,7 @@ def _done(turn: NodeTurn, op: Operation, context: Context | None, need: int) -> 
     )
     recent = (
         op.job,
-        *(j for j in turn.holdings.recent if j != op.job and find(turn.holdings, j) is not None),
+        *[j for j in turn.holdings.recent if j != op.job and find(turn.holdings, j) is not None],
     )
     turn.set(running=None, finished=report, recent=recent)
     turn.effects.append(report)

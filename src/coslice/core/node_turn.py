@@ -24,6 +24,8 @@ from coslice.core.ids import JobId
 class NodeTurn:
     """One step in the making. Lives within a single call of ``context.step``, which is pure from outside."""
 
+    __slots__ = ("at", "effects", "holdings", "reasons")
+
     def __init__(self, holdings: Holdings, at: float) -> None:
         self.holdings, self.at = holdings, at
         self.effects: list[fx.NodeEffect] = []
@@ -40,7 +42,7 @@ class NodeTurn:
         held = self.holdings.contexts
         for i, old in enumerate(held):
             if old.job == context.job:
-                self.set(contexts=(*held[:i], context, *held[i + 1 :]))
+                self.holdings = replace(self.holdings, contexts=(*held[:i], context, *held[i + 1 :]))
                 return
         self.set(contexts=(*held, context))
 
@@ -54,7 +56,7 @@ class NodeTurn:
         """Change the running operation."""
         assert self.holdings.running is not None
         changed = replace(self.holdings.running, **changes)
-        self.set(running=changed)
+        self.holdings = replace(self.holdings, running=changed)
         return changed
 
 

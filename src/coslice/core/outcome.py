@@ -10,7 +10,7 @@ S = TypeVar("S")
 F = TypeVar("F")
 
 
-class Step(Struct, Generic[S, F], frozen=True):
+class Step(Struct, Generic[S, F], frozen=True, gc=False):
     """Persist ``state`` first, then carry out ``effects`` in order; ``reasons`` go to the journal."""
 
     state: S

@@ -49,7 +49,7 @@ class Turn:
         jobs = self.group.jobs
         for i, old in enumerate(jobs):
             if old.job == record.job:
-                self.set(jobs=(*jobs[:i], record, *jobs[i + 1 :]))
+                self.group = replace(self.group, jobs=(*jobs[:i], record, *jobs[i + 1 :]))
                 return
         self.set(jobs=(*jobs, record))
 
@@ -57,7 +57,7 @@ class Turn:
         views = self.group.views
         for i, old in enumerate(views):
             if old.node == view.node:
-                self.set(views=(*views[:i], view, *views[i + 1 :]))
+                self.group = replace(self.group, views=(*views[:i], view, *views[i + 1 :]))
                 return
         self.set(views=tuple(sorted([*views, view], key=lambda v: v.node)))
 

@@ -17,7 +17,7 @@ from coslice.core.ids import Incarnation, JobId, RequestId, SessionId
 from coslice.core.policy.past import Past
 
 
-class Ask(Struct, frozen=True, kw_only=True):
+class Ask(Struct, frozen=True, gc=False, kw_only=True):
     """One process's request to hold the lock."""
 
     request: RequestId
@@ -29,7 +29,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     """Nobody will confirm the grant: it counts as confirmed when it is given."""
 
 
-class Waiter(Struct, frozen=True, kw_only=True):
+class Waiter(Struct, frozen=True, gc=False, kw_only=True):
     """One incarnation of a job in the queue. All its processes share one place and will share one lease."""
 
     job: JobId
@@ -46,12 +46,12 @@ class Waiter(Struct, frozen=True, kw_only=True):
         return self.asks[0].phase if self.asks else ""
 
 
-class Choice(Struct, frozen=True):
+class Choice(Struct, frozen=True, gc=False):
     waiter: Waiter
     reason: str
 
 
-class Reserve(Struct, frozen=True, kw_only=True):
+class Reserve(Struct, frozen=True, gc=False, kw_only=True):
     """Nobody yet: the lock stays free for a job that is not in the queue, until ``until`` at the latest."""
 
     job: JobId

@@ -14,7 +14,7 @@ PHASES = 8
 """Names of phases that are told apart; the others count together."""
 
 
-class Past(Struct, frozen=True, kw_only=True):
+class Past(Struct, frozen=True, gc=False, kw_only=True):
     turns: int = 0
     last_end: float | None = None
     """When its last turn ended."""
