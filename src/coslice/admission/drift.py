@@ -8,6 +8,7 @@ row at least. A change that is found but is small against the period is taken in
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 BASE = 8
@@ -31,7 +32,7 @@ class DriftTest:
     them."""
 
     def __init__(self, base: Sequence[Times] = ()) -> None:
-        self._seen: list[Times] = []
+        self._seen: deque[Times] = deque(maxlen=4 * BASE)
         self._sums: tuple[_Sum, _Sum] | None = None
         self._period = 0.0
         if base:
@@ -39,24 +40,23 @@ class DriftTest:
 
     def see(self, on: float, off: float) -> int:
         """How many of the latest cycles belong to something new; 0: nothing has changed."""
-        self._seen = [*self._seen[-4 * BASE :], (on, off)]
+        self._seen.append((on, off))
         if self._sums is None:
             if len(self._seen) >= BASE:
-                self._learn(self._seen[-BASE:])
+                self._learn(list(self._seen)[-BASE:])
             return 0
-        found = [
-            part.since([times[k] for times in self._seen])
-            for k, part in enumerate(self._sums)
-            if part.see((on, off)[k])
-        ]
-        if not found:
+        busy, idle = self._sums
+        moved = (busy.see(on), idle.see(off))
+        if not any(moved):
             return 0
-        new = self._seen[-max(found) :]
+        seen = list(self._seen)
+        found = [part.since([times[k] for times in seen]) for k, part in enumerate(self._sums) if moved[k]]
+        new = seen[-max(found) :]
         shift = max(abs(_mean([times[k] for times in new]) - part.mean) for k, part in enumerate(self._sums))
         if shift < LEAST_SHIFT * self._period:
-            self._learn(self._seen[-BASE:])
+            self._learn(seen[-BASE:])
             return 0
-        self._seen, self._sums = list(new), None
+        self._seen, self._sums = deque(new, maxlen=4 * BASE), None
         if len(new) >= BASE:
             self._learn(new)
         return len(new)

@@ -116,7 +116,7 @@ class Warden:
         if isinstance(event, ev.PolicySet) and event.by != BY:
             self._operator, self._ours = event.policy, ""
         ended = self.watch.heard(event, effects, group)
-        if was is None or was.jobs is not group.jobs:
+        if was is None or (was.jobs is not group.jobs and _who(was) != _who(group)):
             self._look_who_is_here(event.at, group)
         if ended is not None:
             self._ended_turn(ended[0], ended[1], event.at)
@@ -332,12 +332,14 @@ class Warden:
 
     def _measure(self, seat: _Seat, trail: Trail, at: float) -> None:
         """Is a member slower than its bound, for a while, although all was predicted to be well?"""
+        if self.rules.mode == "off":
+            return
         seat.since += 1
         rolling = trail.rolling() if seat.since >= ROLLING else None
         if rolling is None or seat.state is not State.SEATED or trail.staleness:
             return  # of a buffered job nobody knows what each of its cycles had taken alone
         seat.above = seat.above + 1 if rolling > self.rules.max_slowdown else 0
-        if seat.above < PERSISTS or len(self._seats) < 2 or self.rules.mode == "off":
+        if seat.above < PERSISTS or len(self._seats) < 2:
             return
         seat.correction = min(MOST_CORRECTION, max(1.0, rolling / (seat.predicted or 1.0)))
         self._say(
@@ -523,6 +525,10 @@ class Warden:
             yield f"Admission warns of {view.job}: {seat.reason}."
         elif seat.state is State.PROBATION:
             yield f"{view.job} is on probation: judged after {KNOWN} cycles."
+
+
+def _who(group: Group) -> list[tuple[JobId, Incarnation]]:
+    return [(record.job, record.incarnation) for record in group.jobs]
 
 
 def _in_turn(group: Group, event: ev.AcquireRequested) -> bool:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from coslice.admission.drift import BASE, DriftTest
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.group_state import Group, Held, Swapping, waiting
+from coslice.core.group_state import Group, Held, Occupancy, Swapping, waiting
 from coslice.core.ids import Epoch, Incarnation, JobId
 from coslice.profile.cycle import cycles
 from coslice.profile.holds import Hold, begins_cycle, pool_of
@@ -152,9 +152,9 @@ class Trail:
         self._end = end
         if before is None or any(turn.hold.off < 0 for turn in pending):
             return False
-        holds = tuple(turn.hold for turn in pending)
-        queued = sum(turn.queued for turn in pending)
-        alone = sum(hold.on + hold.off for hold in self._alone_holds(holds))
+        holds = tuple([turn.hold for turn in pending])
+        queued = sum([turn.queued for turn in pending])
+        alone = sum([hold.on + hold.off for hold in self._alone_holds(holds)])
         cycle = Cycle(holds, alone, end - before - queued)
         self.cycles.append(cycle)
         self.seen += 1
@@ -232,6 +232,7 @@ class Watch:
         self._held: tuple[JobId, Epoch, float] | None = None
         self._swap: tuple[Epoch, float] | None = None
         self._last: JobId | None = None
+        self._seen: Occupancy | None = None
 
     @property
     def swap_s(self) -> float:
@@ -259,16 +260,20 @@ class Watch:
             self._heard_ask(event, effects, group)
         elif isinstance(event, ev.AcquireAbandoned):
             self._heard_gone(group)
-        now = group.occupancy
+        now, held = group.occupancy, self._held
+        if now is self._seen:
+            return None
+        self._seen = now
+        if held is not None and isinstance(now, Held) and now.epoch == held[1]:
+            return None
         ended = None
-        held = self._held
-        if held is not None and not (isinstance(now, Held) and now.epoch == held[1]):
+        if held is not None:
             self._held = None
             ended = self._ended(held, event)
         if isinstance(now, Swapping):
             if self._swap is None or self._swap[0] != now.epoch:
                 self._swap = (now.epoch, event.at)
-        elif isinstance(now, Held) and (held is None or held[1] != now.epoch):
+        elif isinstance(now, Held):
             self._begun(now, event.at)
         else:
             self._swap = None

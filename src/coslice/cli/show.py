@@ -87,7 +87,8 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
                 word if len(group.nodes) == 1 else f"{word} on {node.node}"
             )
             sizes[context.job] = sizes.get(context.job, 0) + context.bytes
-    names = dict.fromkeys([*(job.job for job in group.jobs), *where, *waits])
+    judged = {one.job: one for one in group.admission.members if one.state != "seated"}
+    names = dict.fromkeys([*(job.job for job in group.jobs), *where, *waits, *judged])
     faults = {job.job: job.fault for job in group.jobs if job.fault}
     lost = {job.job: job.lost_left_s for job in group.jobs if job.HasField("lost_left_s")}
     for job in names:
@@ -97,6 +98,9 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
         if job in lost:
             lock = f"{lock} [yellow]connection lost, {lost[job]:.0f} s left[/yellow]".strip()
         wait = f"{waits[job].waited_s:.1f} s  {waits[job].reason}" if job in waits else ""
+        if job in judged:
+            lock = f"{lock} [yellow]{_at_door(judged[job])}[/yellow]".strip()
+            wait = wait or judged[job].reason
         state = escape(", ".join(where.get(job, []))) or "nowhere"
         if job in faults:
             state = f"[red]faulted[/red]: {escape(faults[job])}"
@@ -106,6 +110,13 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
         line = f"device {budget}, {_host(node)}" if node.attached else "[red]no agent attached[/red]"
         table.add_row(f"[dim]node {escape(node.node)}[/dim]", "", f"[dim]{line}[/dim]", "", "")
     return table
+
+
+def _at_door(member: pb.AdmissionMember) -> str:
+    if member.state == "judged":
+        return "admission warns"
+    queued = f" for {member.queued_s:.0f} s" if member.queued_s else ""
+    return f"admission: {member.state}{queued}"
 
 
 PRESSURE = 0.9

@@ -54,6 +54,7 @@ class Admissions:
         self._doors: dict[GroupLock, dict[RequestId, _Knock]] = {}
         self._due: dict[GroupLock, None] = {}
         self._wake = asyncio.Event()
+        self._unheard: list[tuple[ev.GroupEvent, Step[Group, fx.GroupEffect]]] = []
 
     def warden(self, lock: GroupLock) -> Warden:
         warden = self._wardens.get(lock)
@@ -74,9 +75,19 @@ class Admissions:
     # ── what happens ───────────────────────────────────────────────────────
 
     def heard(self, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
-        lock = self._lock_of(step.state.id)
-        if lock is None:
-            return
+        """Only taken down: whoever posted the event still waits for its answer."""
+        if not self._unheard:
+            asyncio.get_running_loop().call_soon(self._catch_up)
+        self._unheard.append((event, step))
+
+    def _catch_up(self) -> None:
+        unheard, self._unheard = self._unheard, []
+        for event, step in unheard:
+            lock = self._lock_of(step.state.id)
+            if lock is not None:
+                self._hear(lock, event, step)
+
+    def _hear(self, lock: GroupLock, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
         self.warden(lock).heard(event, step.effects, step.state)
         if lock.config.admission != "off":
             self._judge_soon(lock)
@@ -182,6 +193,7 @@ class Admissions:
     def _ask(self, session: Session, lock: GroupLock, event: ev.AcquireRequested) -> Enter | Wait | Refuse:
         if lock.config.admission == "off":
             return Enter()
+        self._catch_up()
         answer = self.warden(lock).asks(event, pool_for(session.who.profile, lock.config.id))
         self._judge_soon(lock)
         return answer
@@ -226,6 +238,7 @@ class Admissions:
         return convert.refused(convert.unscoped(event.request), pb.NOT_ADMITTED, text, **facts)
 
     def status(self, lock: GroupLock) -> pb.AdmissionStatus:
+        self._catch_up()
         warden, now = self.warden(lock), self._clock.now()
         return pb.AdmissionStatus(
             mode=warden.rules.mode,
@@ -250,6 +263,7 @@ class Admissions:
         )
 
     def lines(self, lock: GroupLock, job: str) -> list[str]:
+        self._catch_up()
         return self.warden(lock).lines(job, self._clock.now())
 
     def knows(self, lock: GroupLock, job: str) -> bool:
