@@ -28,8 +28,8 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def orchestrators(tmp_path: Path, etcd: EtcdServer) -> Iterator[Orchestrators]:
-    """``resettle`` ends when all are back; by default soon, which a busy machine may miss."""
-    several = Orchestrators(tmp_path, etcd.location(), ttl=2, resettle=60.0, takeover_grace=120.0)
+    """``takeover_resettle`` ends when all are back; by default soon, which a busy machine may miss."""
+    several = Orchestrators(tmp_path, etcd.location(), ttl=2, takeover_resettle=60.0, takeover_grace=120.0)
     for _ in range(3):
         several.start()
     yield several

@@ -187,6 +187,7 @@ class AioLink:
             finally:
                 self._outbox = None
                 self._session.closed(now=time.monotonic(), trouble=trouble)
+                outbox.put_nowait(None)  # what gRPC still waits for
                 call.cancel()
         return welcomed, trailers
 

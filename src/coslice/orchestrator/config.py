@@ -55,6 +55,8 @@ class OrchestratorConfig(Struct, frozen=True, kw_only=True):
     """With a shared store: the address that others are told while this one leads. Empty: where it listens."""
     leader_ttl: float = 5.0
     """So long after its last word a leader is given up."""
+    takeover_resettle: float = 5.0
+    """``resettle`` after another took over: clients have to find it first."""
     takeover_grace: float = 25.0
     """After another took over: ``session_grace`` of those who were connected before. By its keepalives a
     client notices a machine that is dead or cut off only after up to 15 s."""
@@ -146,6 +148,7 @@ def check(config: OrchestratorConfig) -> None:
         "keepalive",
         "leader_ttl",
         "takeover_grace",
+        "takeover_resettle",
     ):
         if not getattr(config, name) > 0:
             raise ConfigError(f"{name} is {getattr(config, name)}: give a number of seconds above 0")

@@ -51,9 +51,15 @@ def _told_again(event: ev.GroupEvent) -> bool:
     return isinstance(event, ev.OpSucceeded | ev.NodeReported)
 
 
-def _with_grace(state: Group, until: float) -> Group:
-    """No session ends before: what was its stream may have broken long before it can notice."""
-    return replace(state, lost=tuple(replace(s, deadline=max(s.deadline, until)) for s in state.lost))
+def _taken_over(state: Group, now: float, config: OrchestratorConfig) -> Group:
+    """With more time for everybody to come back than after a restart: a stream to a machine that is cut off
+    breaks late, and whose stream broke has to find us."""
+    grace = now + config.takeover_grace
+    lost = tuple(replace(s, deadline=max(s.deadline, grace)) for s in state.lost)
+    settle_by = state.settle_by
+    if settle_by is not None:
+        settle_by = max(settle_by, now + config.takeover_resettle)
+    return replace(state, lost=lost, settle_by=settle_by)
 
 
 class GroupLock:
@@ -182,7 +188,7 @@ class Groups:
         else:
             state = core.restarted(replace(saved, rules=rules(self._config)), now)
             if shared(self._config.store):
-                state = _with_grace(state, now + self._config.takeover_grace)
+                state = _taken_over(state, now, self._config)
         self._observer.opened(state)
         driver: Driver[Group, ev.GroupEvent, fx.GroupEffect] = Driver(
             name=config.id,
