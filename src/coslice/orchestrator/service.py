@@ -94,9 +94,13 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
     ) -> convert.Identity | None:
         """Who speaks; None once the reason of a refusal is in the outbox."""
         first = await _first(messages, self._hello_timeout)
+        if first is None:  # perhaps only late, when hundreds return at once: it may try again
+            text = f"a session begins with a hello, within {self._hello_timeout:g} s"
+            outbox.close(End(grpc.StatusCode.UNAVAILABLE, text))
+            return None
         try:
-            if first is None or not first.HasField("hello"):
-                raise ValueError(f"a session begins with a hello, within {self._hello_timeout:g} s")
+            if not first.HasField("hello"):
+                raise ValueError("a session begins with a hello")
             who = convert.identity(first.hello)
         except ValueError as error:
             refusal = convert.refused("", pb.INVALID, str(error))
@@ -136,9 +140,12 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
     ) -> None:
         await self._refuse_while_stopping(context)
         first = await _first(request_iterator, self._hello_timeout)
+        if first is None:
+            text = f"an agent begins with a hello, within {self._hello_timeout:g} s"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, text)
         try:
-            if first is None or not first.HasField("hello"):
-                raise ValueError(f"an agent begins with a hello, within {self._hello_timeout:g} s")
+            if not first.HasField("hello"):
+                raise ValueError("an agent begins with a hello")
             denied = access.agent_problem(context, first.hello.node, tls=self._tls)
             refusal = self._agents.refusal(first.hello)
         except ValueError as error:
