@@ -9,9 +9,8 @@ https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/
 import asyncio
 import base64
 import contextlib
-import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx
@@ -21,16 +20,9 @@ from coslice.errors import ConfigError
 from coslice.security.files import read_secret
 from coslice.store.base import StoreError
 from coslice.store.etcd_location import EtcdLocation
+from coslice.store.sockets import KEEPALIVE
 
 Json = dict[str, Any]
-
-KEEPALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-]
-"""A watch says nothing for hours: only this tells that its other end is gone."""
 
 
 class NoAnswer(StoreError):
@@ -69,7 +61,7 @@ class EtcdApi:
             self._move(base)
         raise NoAnswer(f"no member of etcd answers ({trouble})")
 
-    async def watch(self, body: Json) -> AsyncIterator[Json]:
+    async def watch(self, body: Json) -> AsyncGenerator[Json, None]:
         """What a member tells, message by message, until it or the connection ends, or another member has to
         be asked instead."""
         moved = self._moved

@@ -199,9 +199,10 @@ class EtcdElection:
         was compacted away, or it moved to another member. Then the caller looks again."""
         began = asyncio.get_running_loop().time()
         create = {"key": encoded(self._key), "start_revision": str(revision), "filters": ["NOPUT"]}
-        async for message in self._api.watch(create):
-            if message.get("canceled") or message.get("events"):
-                return
+        async with contextlib.aclosing(self._api.watch(create)) as messages:
+            async for message in messages:
+                if message.get("canceled") or message.get("events"):
+                    return
         if (
             asyncio.get_running_loop().time() - began < _AGAIN_S
         ):  # a watch that breaks at once, again and again

@@ -8,7 +8,7 @@ https://kubernetes.io/docs/reference/using-api/api-concepts/
 
 import os
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class KubeApi:
         body = {"kind": "DeleteOptions", "preconditions": {"resourceVersion": version}}
         return await self._ask("DELETE", self._path(kind, name), body=body, timeout=_TIMEOUT)
 
-    async def watch(self, kind: str, name: str, version: str) -> AsyncIterator[Json]:
+    async def watch(self, kind: str, name: str, version: str) -> AsyncGenerator[Json, None]:
         """What happens to one object after ``version``, bookmarks included, until the server or the
         connection ends it. Raises ``Expired``."""
         query = {
@@ -121,9 +121,7 @@ class KubeApi:
                     raise ConfigError(f"cannot use the CA of the Kubernetes API, {ca}: {error}") from error
             limits = httpx.Limits(max_connections=32)
             transport = httpx.AsyncHTTPTransport(verify=verify, socket_options=KEEPALIVE, limits=limits)
-            self._http = httpx.AsyncClient(
-                base_url=base, transport=transport, timeout=None, trust_env=False
-            )
+            self._http = httpx.AsyncClient(base_url=base, transport=transport, timeout=None, trust_env=False)
         return self._http
 
     def _headers(self) -> dict[str, str]:
@@ -152,7 +150,9 @@ class KubeApi:
             )
             told: Json = msgspec.json.decode(answer.content) if answer.content else {}
         except (httpx.TransportError, msgspec.DecodeError) as error:
-            raise NoAnswer(f"the Kubernetes API does not answer: {error or type(error).__name__}") from error
+            raise NoAnswer(
+                f"the Kubernetes API does not answer: {str(error) or type(error).__name__}"
+            ) from error
         if answer.is_success:
             return told
         raise _refused(answer.status_code, str(told.get("message", answer.text[:200])))
@@ -173,7 +173,7 @@ def _in_cluster() -> str:
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "")
     if not host or not port:
         raise ConfigError(
-            "this is no pod of a Kubernetes cluster: say where its API is with kubernetes://NAMESPACE?api=URL "
-            "(kubectl proxy offers http://127.0.0.1:8001)"
+            "this is no pod of a Kubernetes cluster: say where its API is with "
+            "kubernetes://NAMESPACE?api=URL (kubectl proxy offers http://127.0.0.1:8001)"
         )
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"

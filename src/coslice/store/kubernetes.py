@@ -1,11 +1,11 @@
-"""State in the Kubernetes API: one ConfigMap for each value, written only at the resourceVersion that we know.
+"""State in the Kubernetes API: a ConfigMap for each value, written only at the resourceVersion that we know.
 
 There is no transaction over several objects, so the leader is fenced object by object. Every object carries
 the *term* of who wrote it last. Whoever is elected writes its own term into all of them before it serves
-(``load``); from then on the resourceVersions that its predecessor knows are stale, and each of its writes is a
-409. A *new* object has no version to be stale: so after creating one the leader asks whether the Lease is still
-its own, and acts only then. If it is not, the object counts for nothing: the Lease remembers the last term that
-was taken over completely, and what carries an older one is removed by the next leader.
+(``load``); from then on the resourceVersions that its predecessor knows are stale, and each of its writes is
+a 409. A *new* object has no version to be stale: so after creating one the leader asks whether the Lease is
+still its own, and acts only then. If it is not, the object counts for nothing: the Lease remembers the last
+term that was taken over completely, and what carries an older one is removed by the next leader.
 
 Who changes only labels or annotations (an admission webhook, a person) does not stand in the way: a 409 on an
 object whose content is what we know is tried again at its new version. ConfigMaps hold at most 1 MiB each.
@@ -54,11 +54,13 @@ class Fence(Protocol):
 
 
 class _Thing(msgspec.Struct, frozen=True):
-    """One object. ``version`` is what the caller knows it by; ``at`` its resourceVersion now."""
+    """One object. ``writes`` counts: an update without a change would get no new version. ``version`` is what
+    the caller knows it by; ``at`` its resourceVersion now."""
 
     key: str
     value: bytes
     term: int
+    writes: int
     version: int
     at: str
 
@@ -193,7 +195,8 @@ class KubernetesStore:
                     self._fence.tenure.end("another orchestrator was elected")
                     continue
                 try:
-                    return _thing(await self._api.replace(CONFIG_MAPS, self._body(there.key, there.value, there.at)))
+                    body = self._body(there.key, there.value, there)
+                    return _thing(await self._api.replace(CONFIG_MAPS, body))
                 except (Stale, Missing, NoAnswer):
                     await asyncio.sleep(pause)
                     there = await self._there(thing.key)
@@ -270,7 +273,7 @@ class KubernetesStore:
         doubt = False
         for pause in self._pauses():
             try:
-                return _thing(await self._api.replace(CONFIG_MAPS, self._body(known.key, value, known.at)))
+                return _thing(await self._api.replace(CONFIG_MAPS, self._body(known.key, value, known)))
             except NoAnswer:
                 doubt = True
             except (Stale, Missing):
@@ -294,16 +297,17 @@ class KubernetesStore:
         found = there.version if there is not None else 0
         raise Conflict(known.key, expected=known.version, found=found)
 
-    def _body(self, key: str, value: bytes, at: str = "") -> Json:
+    def _body(self, key: str, value: bytes, known: _Thing | None = None) -> Json:
         labels = {"app.kubernetes.io/managed-by": "coslice", LABEL: self._prefix}
         meta: Json = {"name": self._name(key), "labels": labels}
-        if at:
-            meta["resourceVersion"] = at
+        if known is not None:
+            meta["resourceVersion"] = known.at
+        writes = known.writes + 1 if known is not None else 1
         return {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": meta,
-            "data": {"key": key, "term": str(self._term)},
+            "data": {"key": key, "term": str(self._term), "writes": str(writes)},
             "binaryData": {"state": base64.b64encode(value).decode()},
         }
 
@@ -321,7 +325,14 @@ def _thing(item: Json) -> _Thing:
     try:
         data = item["data"]
         value = base64.b64decode(item.get("binaryData", {}).get("state", ""))
-        return _Thing(key=data["key"], value=value, term=int(data["term"]), version=int(at), at=at)
+        return _Thing(
+            key=data["key"],
+            value=value,
+            term=int(data["term"]),
+            writes=int(data["writes"]),
+            version=int(at),
+            at=at,
+        )
     except (KeyError, ValueError) as error:
         name = item["metadata"].get("name")
         raise StoreError(f"the ConfigMap {name} has our label and is none of ours: {error!r}") from error

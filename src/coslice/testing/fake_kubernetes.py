@@ -1,9 +1,9 @@
-"""An API server with behaviour, without a cluster: what a client of the Kubernetes API gets wrong, it does right.
+"""A Kubernetes API with behaviour, without a cluster: what clients get wrong about the real one, it does.
 
 Every object has uid and resourceVersion; an update or delete of a stale one is a 409; lists take label and
 field selectors and pages; watches go on from a resourceVersion, send bookmarks, and end with 410 when that
-version was compacted away. ``Cluster`` is the state; ``FakeKubernetes`` serves it over HTTP. Knows no schemas:
-any resource under any group is stored as it is sent. For tests of the store, the topology and whoever else.
+version was compacted away. ``Cluster`` is the state; ``FakeKubernetes`` serves it over HTTP. Knows no
+schemas: any resource under any group is stored as it is sent.
 https://kubernetes.io/docs/reference/using-api/api-concepts/
 """
 

@@ -2,13 +2,14 @@
 
     python -m coslice.testing.fake_kubernetes_http [--port N]      # prints its URL
 
-Trouble on demand: ``fail`` makes requests fail, ``lose`` does them and loses the answer, ``down`` refuses all.
+Trouble on demand: ``fail`` makes requests fail, ``lose`` does them and loses the answer, ``go_down``.
 """
 
 import argparse
 import contextlib
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +36,8 @@ class FakeKubernetes:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> "FakeKubernetes":
+        self._switch = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)  # client and server share an interpreter and take turns with each request
         self._thread.start()
         return self
 
@@ -43,6 +46,7 @@ class FakeKubernetes:
         self._server.shutdown()
         self._server.break_all()
         self._server.server_close()
+        sys.setswitchinterval(self._switch)
 
     def go_down(self) -> None:
         """Until ``down`` is False again nobody is answered; what is open breaks."""
@@ -78,6 +82,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # headers and body in one packet
     api: FakeKubernetes
 
     def setup(self) -> None:
@@ -105,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
             code, answer = self._do(where, name, query, body)
         except ApiError as error:
             code, answer = error.code, error.status()
-        if self.api.down or self.api.lose(self.command, parts.path):
+        if self.api.lose(self.command, parts.path):
             self.close_connection = True
             return
         data = dumps(answer)
@@ -132,7 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return 200, cluster.patch(where, name, body)
             case "DELETE":
                 return 200, cluster.delete(where, name, body.get("preconditions"))
-        raise ApiError(405, "MethodNotAllowed", self.command)
+            case _:
+                raise ApiError(405, "MethodNotAllowed", self.command)
 
     def _watch(self, where: Where, query: dict[str, str]) -> None:
         self.send_response(200)
