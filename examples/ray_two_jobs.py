@@ -15,6 +15,7 @@ of the time. Needs: pip install 'coslice[ray]'. The lines that are coslice's are
 """
 
 import argparse
+import asyncio
 import json
 import os
 import time
@@ -132,7 +133,21 @@ class Trainer(Member):
 
 
 @ray.remote(num_cpus=0)
-def job(seed: int, cpus: dict[str, tuple[int, ...]], options: argparse.Namespace) -> dict[str, Any]:
+class Start:
+    """Only for the report: all jobs begin to train at the same moment."""
+
+    def __init__(self, jobs: int) -> None:
+        self.missing, self.all_here = jobs, asyncio.Event()
+
+    async def ready(self) -> None:
+        self.missing -= 1
+        if not self.missing:
+            self.all_here.set()
+        await self.all_here.wait()
+
+
+@ray.remote(num_cpus=0)
+def job(seed: int, cpus: dict[str, tuple[int, ...]], start: Any, options: argparse.Namespace) -> Any:
     """One job's driver. Here a task, so that one script shows two; usually a script of its own."""
     orchestrator = coslice.connect()
     in_group = {pool: runtime_env(group=pool, cpus=cpus[pool]) for pool in (TRAIN, SAMPLE)}  # ← coslice
@@ -140,27 +155,26 @@ def job(seed: int, cpus: dict[str, tuple[int, ...]], options: argparse.Namespace
     sampler = Sampler.options(runtime_env=in_group[SAMPLE]).remote(SAMPLE, seed, options.sample_passes)
     with orchestrator.on_accelerators(phase="init"):  # ← coslice: both groups, in one request
         ray.get([trainer.setup.remote(), sampler.setup.remote()])
-    fitted: dict[str, Any] = ray.get(
-        trainer.fit.remote(sampler, options.steps, options.staleness, options.reward_s)
-    )
-    return fitted
+    ray.get(start.ready.remote())
+    return ray.get(trainer.fit.remote(sampler, options.steps, options.staleness, options.reward_s))
 
 
 def run(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
     cpus = {TRAIN: _cores(options.train_cpus), SAMPLE: _cores(options.sample_cpus)}
+    start = Start.remote(len(names))
     drivers = [
-        job.options(runtime_env=runtime_env(name, (TRAIN, SAMPLE))).remote(seed, cpus, options)
+        job.options(runtime_env=runtime_env(name, (TRAIN, SAMPLE))).remote(seed, cpus, start, options)
         for seed, name in enumerate(names, start=1)
     ]
     results = dict(zip(names, ray.get(drivers), strict=True))
     answer: dict[str, Any] = {"jobs": results}
     if options.journal:
-        answer["duty"] = duties(Path(options.journal), names)
+        answer["while"], answer["duty"] = duties(Path(options.journal), names)
     return answer
 
 
-def duties(journal: Path, names: list[str]) -> dict[str, dict[str, float]]:
-    """Shares of the time in which all of these jobs were training, for both groups; and swaps per group."""
+def duties(journal: Path, names: list[str]) -> tuple[str, dict[str, dict[str, float]]]:
+    """Shares of the time in which all of these jobs were training, if they were; and swaps per group."""
     from coslice.runtime.journal import read_journal
 
     records = read_journal(journal).records
@@ -171,6 +185,9 @@ def duties(journal: Path, names: list[str]) -> dict[str, dict[str, float]]:
         for name in names
     }
     begin, end = max(min(seen) for seen in times.values()), min(max(seen) for seen in times.values())
+    while_all = begin < end
+    if not while_all:  # a trainer that never waits for a batch gives way to nobody for some seconds
+        begin, end = min(min(seen) for seen in times.values()), max(max(seen) for seen in times.values())
     found = {}
     for pool in (TRAIN, SAMPLE):
         computed = sum(n["value"] for at, n in busy if n["name"] == f"busy {pool}" and begin < at <= end)
@@ -185,7 +202,7 @@ def duties(journal: Path, names: list[str]) -> dict[str, dict[str, float]]:
         shares = {"busy": computed, **seconds}
         found[pool] = {name: round(value / (end - begin), 3) for name, value in shares.items()}
         found[pool]["swaps"] = swaps
-    return found
+    return "all trained" if while_all else "some trained", found
 
 
 def _cores(text: str) -> tuple[int, ...]:

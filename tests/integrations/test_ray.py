@@ -196,6 +196,7 @@ def test_an_actor_that_is_started_anew_is_a_new_member_of_the_same_job(
 def test_two_jobs_of_trainers_and_samplers_finish_unattended(up: dict[str, Any], staleness: int) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--staleness", str(staleness), "--steps", "6", "--reward-s", "0.2",
+         "--train-passes", "2",
          "--train-cpus", str(up["cores"][0]), "--sample-cpus", str(up["cores"][1]),
          "--journal", up["journal"]],
         env=PLAIN | {"COSLICE_ORCHESTRATOR": up["orchestrator"], "COSLICE_AGENT": up["agent"]},
