@@ -1,4 +1,4 @@
-"""Put nine classic defects back into the core, one at a time: chaos or exploration alone must find each.
+"""Put classic defects back into the core, one at a time: chaos or exploration alone must find each.
 
 Works on a copy of the package in a temporary folder. The invariants are not touched, no other test is run.
 Prints who found it, how soon, and what was seen; the exit status is 1 if one goes unnoticed, or if a defect
@@ -85,8 +85,16 @@ MUTANTS = (
     Mutant(
         "anyone may yield",
         (
-            ("lease", " or (held.job, held.epoch) != (event.job, event.epoch):", ":"),
-            ("lease", "(h for h in held.holders if h.session == event.session)", "(held.holders)"),
+            (
+                "lease",
+                "    held = lease_with(turn.group, event.job)\n    record",
+                "    on = turn.group.occupancy\n    held = on if isinstance(on, Held) else None\n    record",
+            ),
+            (
+                "lease",
+                "mine = holder.session == event.session and holder.epoch == event.epoch",
+                "mine = True",
+            ),
         ),
     ),
     Mutant(
@@ -109,7 +117,7 @@ MUTANTS = (
     Mutant("a restart forgets the swap", (("swap", FOLLOW, "    if node in swap.pending:\n"),)),
     Mutant(
         "a repeated request is queued twice",
-        (("group", "if any(a.request == event.request for a in open_asks(turn.group)):", "if False:"),),
+        (("group", "            if ask.request == event.request:", "            if False:"),),
     ),
     Mutant("restore after a failed snapshot", (("node_leaving", FAILED, PRETEND + FAILED),)),
     Mutant(
@@ -117,10 +125,14 @@ MUTANTS = (
         (
             (
                 "swap",
-                "if not view.attached or view.outstanding or last not in (None, job):",
+                "if not view.attached or view.outstanding or (last is not None and last != job):",
                 "if not view.attached:",
             ),
         ),
+    ),
+    Mutant(
+        "a job frozen in the middle of a phase computes on, where there is room beside the next",
+        (("node_swap", "if c.job in op.freeze), None)", "if False), None)"),),
     ),
 )
 

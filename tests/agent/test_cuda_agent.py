@@ -97,6 +97,16 @@ async def test_callbacks_run_before_the_lock_and_after_the_unlock(
     assert await intact(a)
 
 
+async def test_a_job_with_callbacks_of_its_own_is_not_said_to_be_frozen_at_any_time(
+    node: Node, fake: FakeNode, jobs: Jobs
+) -> None:
+    """They run outside its accelerator sections only; the end-to-end test has a job without any."""
+    await node.start(**CUDA)
+    await jobs.start("job-a")
+    report = await node.orchestrator.make_resident(GROUP, "job-a", 1)
+    assert [context.whole for context in report.done.residency.contexts] == [False]
+
+
 async def test_a_callback_that_fails_leaves_the_job_running(node: Node, fake: FakeNode, jobs: Jobs) -> None:
     await node.start(**CUDA, on_stuck="wait")
     a = await jobs.start("job-a")

@@ -153,6 +153,11 @@ class Member:
         return max(0, self.state_bytes - self.unkept)
 
     @property
+    def any_time(self) -> bool:
+        """May be moved in the middle of a phase, as far as it is concerned."""
+        return "mid_phase" in self.modes
+
+    @property
     def buffer(self) -> str:
         """Names its host buffer: one process may serve two groups."""
         return f"{self.group}/{self.id}"

@@ -113,7 +113,12 @@ class Registry:
         for pid, started in sorted(found.items()):
             device = "cuda" if name == "cuda" else "host" if able.whole_process else self.accelerator
             message = pb.Register(
-                job=job, pid=pid, start_time=started, device=device, backend=backend, modes=able.modes
+                job=job,
+                pid=pid,
+                start_time=started,
+                device=device,
+                backend=backend,
+                modes=(*able.modes, "mid_phase"),
             )
             try:
                 self._new(message, incarnation)

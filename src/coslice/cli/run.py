@@ -116,7 +116,7 @@ def _launched(
     environment["COSLICE_DEVICE"] = kinds.pop() if len(kinds) == 1 else "host"
     from coslice import workload
 
-    handle = workload.register(on_snapshot=_nothing, on_restore=_nothing, env=environment)
+    handle = workload.register(on_snapshot=_nothing, on_restore=_nothing, for_children=True, env=environment)
     if handle.error is not None:
         raise handle.error
     yield  # with the end of this process the agent lets the job go

@@ -25,7 +25,7 @@ from coslice.wire.v1 import coslice_pb2_grpc as rpc
 from coslice.workload import ticket
 from coslice.workload.buffers import AgentBuffers
 from coslice.workload.mover import stay_on
-from coslice.workload.registry import DISCARD, OFFLOAD, PARTS, GroupState
+from coslice.workload.registry import DISCARD, MID_PHASE, OFFLOAD, PARTS, GroupState
 
 _log = redact.logger("coslice")
 _OPTIONS = (
@@ -319,7 +319,8 @@ def _bases(shared: Sequence[tuple[str, int]]) -> list[pb.SharedBase]:
 
 def _modes(state: GroupState) -> list[str]:
     discard = [DISCARD] if state.may_discard() else []
-    return [OFFLOAD, *discard, *([PARTS] if state.may_divide() else [])]
+    at_any_time = [MID_PHASE] if state.may_freeze() else []
+    return [OFFLOAD, *discard, *([PARTS] if state.may_divide() else []), *at_any_time]
 
 
 def _cancel(call: Any) -> None:

@@ -111,6 +111,7 @@ def register(
     reread: Any = None,
     verify: bool = False,
     incremental: bool = True,
+    for_children: bool = False,
     env: Mapping[str, str] = os.environ,
 ) -> Handle:
     """Offer state to be moved while this process is off the accelerator.
@@ -135,6 +136,9 @@ def register(
     ``keep`` them in host memory like the rest, ``drop`` them and read them again from ``reread`` (paths of
     safetensors or torch files, or a function that returns the tensors), or ``share`` one host copy with all
     processes of the node that have the same. Checked by content, each way.
+
+    ``for_children``: this process uses no accelerator; it stands for its children, which a whole-process
+    backend moves. They may then be frozen in the middle of a phase too, and the callbacks run at such a time.
 
     Raises ``ConfigError`` for state that cannot move. A refusal by the agent is logged and kept in ``error``.
     """
@@ -198,7 +202,9 @@ def register(
     kinds = {"arrays": arrays, "engine": engine, endpoint or "endpoint": endpoint or None}
     rest = [name for name, given in kinds.items() if given is not None] or ["callbacks"]
     names: Collection[str] = adapter.roots.names if adapter is not None else rest
-    registration = Registration(", ".join(names), adapters, mode, refills=on_restore is not None)
+    registration = Registration(
+        ", ".join(names), adapters, mode, refills=on_restore is not None, for_children=for_children
+    )
     joined = PROCESS.join(registration, identity, agent=address, need=needed, verify=verify)
     if joined.channel is not None and not joined.channel.wait_answered(ANSWER_SECONDS):
         _log.warning(

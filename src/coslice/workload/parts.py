@@ -14,6 +14,8 @@ from coslice.workload.arena import Arena
 from coslice.workload.buffers import Buffers, HostBuffer
 
 OFFLOAD, DISCARD = "offload", "discard"
+MID_PHASE = "mid_phase"
+"""What a process that may be moved at any moment says among its modes."""
 PARTS = "parts"
 """What a process that can move a part of its state, and leave the rest, says among its modes."""
 
@@ -27,6 +29,8 @@ class Registration:
     mode: str = OFFLOAD
     refills: bool = False
     """It has an ``on_restore``, so its bytes may be dropped."""
+    for_children: bool = False
+    """The process has nothing on the device itself."""
 
 
 @dataclass(eq=False, slots=True)

@@ -20,9 +20,19 @@ from coslice.workload.adapters import Based, Divisible, Frugal, Slotted, Taken
 from coslice.workload.arena import Arena
 from coslice.workload.buffers import Buffers, LocalBuffers
 from coslice.workload.mover import Mover
-from coslice.workload.parts import DISCARD, OFFLOAD, PARTS, Part, Registration, make_parts, place, told
+from coslice.workload.parts import (
+    DISCARD,
+    MID_PHASE,
+    OFFLOAD,
+    PARTS,
+    Part,
+    Registration,
+    make_parts,
+    place,
+    told,
+)
 
-__all__ = ["DISCARD", "OFFLOAD", "PARTS", "GroupState", "Move", "Registration"]
+__all__ = ["DISCARD", "MID_PHASE", "OFFLOAD", "PARTS", "GroupState", "Move", "Registration"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +96,10 @@ class GroupState:
 
     def may_discard(self) -> bool:
         return all(each.refills for each in self._registrations)
+
+    def may_freeze(self) -> bool:
+        """May its job be moved in the middle of a phase?"""
+        return all(each.for_children for each in self._registrations)
 
     def may_divide(self) -> bool:
         """Can a part of it move and the rest stay?"""

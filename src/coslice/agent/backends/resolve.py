@@ -143,7 +143,10 @@ class Backends:
         return self.named(self.name_for(members, explicit=explicit))
 
     def freezes(self, member: Member) -> bool:
-        """Will its backend move it as it is, whatever it is doing?"""
+        """Will its backend move it as it is, whatever it is doing? Not where the process has to help: it does
+        so outside its accelerator sections only."""
+        if not member.any_time:
+            return False
         try:
             return self.choose([member]).capabilities().whole_process
         except (ConfigError, MoveError):
