@@ -21,10 +21,10 @@ class Killable:
         self.process: Any = None
 
     async def start(self) -> None:
-        arguments = ("agent", "--listen", self.address, "--node", "n", "--device", "host", "--memory", "1GiB")
+        arguments = ("agent", "--direct", "--listen", self.address, "--node", "n", "--device", "host")
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "coslice.cli.main", *arguments, "--json"),
-            *("--state", str(self.folder / "agent"), "--orchestrator", "127.0.0.1:1"),
+            *("--state", str(self.folder / "agent")),
             stdout=asyncio.subprocess.PIPE,
         )
         async with asyncio.timeout(PATIENCE):
@@ -56,7 +56,8 @@ async def back(node: Node, process: Process) -> None:
 async def test_saved_state_and_finished_operations_are_known_after_a_kill(
     node: Node, killable: Killable
 ) -> None:
-    process, caller = await workload(node, "job-a"), Caller(node)
+    process = await workload(node, "job-a", group="one-that-upstream-knows")
+    caller = Caller(node)
     operation = await caller.snapshot("job-a")
     before = await caller.ended(operation)
     await killable.kill()

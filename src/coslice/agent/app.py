@@ -23,7 +23,13 @@ from coslice.agent import upstream as upstream_service
 from coslice.agent.backends.base import NodeContext
 from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import BufferServer, HostBuffers
-from coslice.agent.config import AgentConfig, GroupDevices, buffer_socket, validate
+from coslice.agent.config import (
+    AgentConfig,
+    GroupDevices,
+    accelerator,
+    buffer_socket,
+    validate,
+)
 from coslice.agent.direct import DirectApi
 from coslice.agent.discovery.surveyor import Surveyor
 from coslice.agent.group import CODEC, ServedGroup, holdings_for
@@ -207,7 +213,7 @@ class AgentApp:
             self._supervisor.start(f"group {group.id}", group.driver.run())
             self._supervisor.start(f"sampler {group.id}", group.sampler.run())
         self._supervisor.start("baselines", self._save_baselines())
-        if self._accelerator() == "cuda":
+        if accelerator(self.config) == "cuda":
             self._supervisor.start("occupancy", self._occupancy.run())
         named = NamedProcesses(store, found, adopt=registry.adopt)
         direct = DirectApi(self.members, backend, self.groups, instance=self.instance, adopt=named.adopt)
@@ -221,6 +227,7 @@ class AgentApp:
             operations=Operations(store, found),
             ledger=Ledger(store, found),
             port=lambda: split_address(self._address)[1],
+            accelerator=accelerator(config),
             hello_timeout=config.hello_timeout,
         )
         for problem in named.recall():
@@ -328,7 +335,7 @@ class AgentApp:
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         for name in ("", SERVICE, upstream_service.SERVICE):
             await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-        absent = {*upstream_service.ABSENT, *(() if self._accelerator() == "cuda" else ("cuda",))}
+        absent = {*upstream_service.ABSENT, *(() if accelerator(self.config) == "cuda" else ("cuda",))}
         for name in upstream_service.HEALTH:
             serving = health_pb2.HealthCheckResponse.SERVING
             await checks.set(name, health_pb2.HealthCheckResponse.NOT_SERVING if name in absent else serving)
@@ -384,7 +391,7 @@ class AgentApp:
             for group in self.groups.values()
         ]
         return pb.AgentHello(
-            node=self.config.node, groups=offers, accelerator=self._accelerator(), instance=self.instance
+            node=self.config.node, groups=offers, accelerator=accelerator(self.config), instance=self.instance
         )
 
     def _on_command(self, command: pb.AgentCommand) -> None:
@@ -400,15 +407,11 @@ class AgentApp:
             case other:
                 log.warning("the orchestrator sent %s for a group that is not served here; ignored", other)
 
-    def _accelerator(self) -> str:
-        kinds = {group.devices.accelerator for group in self.groups.values()}
-        return kinds.pop() if len(kinds) == 1 else "host"
-
     def _identity(self) -> pb.GetNodeStatusResponse:
         link = self._link
         return pb.GetNodeStatusResponse(
             node=self.config.node,
-            accelerator=self._accelerator(),
+            accelerator=accelerator(self.config),
             orchestrator=link.address if link is not None else "",
             attached=link is not None and link.attached.is_set(),
             socket=str(buffer_socket(self.config)),

@@ -47,6 +47,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     disk_dir: str = ""
     """Where, in a folder of its own (``coslice-NODE``); empty: ``saved`` in ``state_dir``."""
     groups: tuple[GroupDevices, ...] = ()
+    accelerator: str = "host"
+    """Of a node without groups: ``host`` or ``cuda``. Where there are groups, they say."""
     orchestrator: str | None = None
     """``host:port`` to dial; None: direct API only."""
     listen: str = DEFAULT_LISTEN
@@ -85,6 +87,12 @@ def buffer_socket(config: AgentConfig) -> Path:
     return Path(config.runtime_dir) / "buffers.sock"
 
 
+def accelerator(config: AgentConfig) -> str:
+    """Of this node, where all its groups agree; otherwise ``host``."""
+    kinds = {devices.accelerator for devices in config.groups} or {config.accelerator}
+    return kinds.pop() if len(kinds) == 1 else "host"
+
+
 def validate(config: AgentConfig) -> None:
     """Refuse a configuration that cannot work, with what to change; raises ``ConfigError``."""
     try:
@@ -111,6 +119,8 @@ def validate(config: AgentConfig) -> None:
         )
     if config.disk_budget and config.state_dir == ":memory:" and not config.disk_dir:
         raise ConfigError("a disk tier needs a folder on a disk: name one, or leave the disk budget out")
+    if config.accelerator not in ("host", "cuda"):
+        raise ConfigError(f"accelerator is {config.accelerator!r}: 'host' or 'cuda'")
     if config.on_stuck not in ("kill", "wait"):
         raise ConfigError(f"on_stuck is {config.on_stuck!r}: choose 'kill' or 'wait'")
     if len(path := str(buffer_socket(config)).encode()) > UNIX_PATH_MAX:

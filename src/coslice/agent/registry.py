@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from coslice.agent.backends.base import MoveError
 from coslice.agent.backends.resolve import Backends, parse_backend
 from coslice.agent.buffers import HostBuffers, same_token
-from coslice.agent.config import AgentConfig, buffer_socket
+from coslice.agent.config import AgentConfig, accelerator, buffer_socket
 from coslice.agent.convert import refusal_code
 from coslice.agent.group import ServedGroup
 from coslice.agent.host import AnonymousMemory, Gone
@@ -111,7 +111,7 @@ class Registry:
         first = min(pids)
         incarnation = Incarnation(f"named-{first}-{found[first]}")
         for pid, started in sorted(found.items()):
-            device = "cuda" if name == "cuda" else "host" if able.whole_process else self.accelerator
+            device = "cuda" if name == "cuda" else "host" if able.whole_process else accelerator(self._config)
             message = pb.Register(
                 job=job,
                 pid=pid,
@@ -124,11 +124,6 @@ class Registry:
                 self._new(message, incarnation)
             except RegistrationRefused as refusal:
                 raise ConfigError(str(refusal)) from None
-
-    @property
-    def accelerator(self) -> str:
-        """Of this node, where all its groups agree."""
-        return "cuda" if {g.devices.accelerator for g in self._groups.values()} == {"cuda"} else "host"
 
     def remembered(
         self, group: ServedGroup, job: JobId, stored: core.Member, incarnation: Incarnation, base: int | None

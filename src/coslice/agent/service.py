@@ -205,7 +205,8 @@ class AgentService(rpc.AgentServicer):
         return status
 
     async def _add_accelerators(self, status: pb.GetNodeStatusResponse) -> None:
-        if not any(group.devices.accelerator == "cuda" for group in self._groups.values()):
+        kinds = {group.devices.accelerator for group in self._groups.values()}
+        if "cuda" not in kinds | {member.device for member in self._members}:
             return
         survey = await self._occupancy.refresh(max_age=0.1)
         status.survey_error = survey.error

@@ -89,13 +89,14 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
         operations: Operations,
         ledger: Ledger,
         port: Callable[[], int],
+        accelerator: str,
         hello_timeout: float = 10.0,
     ) -> None:
-        """``port``: where this agent listens."""
+        """``port``: where this agent listens. ``accelerator``: of jobs without a group."""
         self._direct, self._registry, self._members, self._groups = direct, registry, members, groups
         self._occupancy, self._backends = occupancy, backends
         self._operations, self._ledger = operations, ledger
-        self._port, self._hello_timeout = port, hello_timeout
+        self._port, self._accelerator, self._hello_timeout = port, accelerator, hello_timeout
         self._moving: dict[str, Operation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._channels: set[UpstreamChannel] = set()
@@ -469,7 +470,7 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
         process = await asyncio.to_thread(process_of, peer, self._port())
         group = GroupId(said.group if self._groups else "")
         served = self._groups.get(group)
-        device = self._registry.accelerator if served is None else served.devices.accelerator
+        device = self._accelerator if served is None else served.devices.accelerator
         modes = (requests.MODES.get(number, "") for number in said.capabilities.supported_modes)
         await self._end_older(group, JobId(said.job_id), process)
         entry = self._ledger.get(group, said.job_id, process.pid, process.started)

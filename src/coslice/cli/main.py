@@ -361,6 +361,13 @@ def agent(
     host_per_job: HostPerJob = None,
     disk: Disk = None,
     disk_dir: DiskDir = None,
+    direct: Annotated[
+        bool,
+        typer.Option(
+            "--direct",
+            help="Serve no group, dial no orchestrator: state moves on request (docs/plain-services.md).",
+        ),
+    ] = False,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT")] = DEFAULT_AGENT,
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
     state: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
@@ -390,6 +397,7 @@ def agent(
         host_per_job=host_per_job,
         disk=disk,
         disk_dir=disk_dir,
+        direct=direct,
         agent_listen=listen,
         listen=orchestrator,
         state=state,

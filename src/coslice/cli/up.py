@@ -68,6 +68,8 @@ class UpOptions:
     security: Security = LOCAL_ONLY
     listen_agents: str | None = None
     backends: tuple[str, ...] = ()
+    direct: bool = False
+    """No group and no orchestrator: state moves on request only."""
     http: str | None = None
     otlp: str | None = None
     settings: tuple[str, ...] = ()
@@ -165,12 +167,14 @@ def run_orchestrator(
 
 
 def run_agent(options: UpOptions) -> None:
-    devices = _devices(options)
+    if options.direct and options.groups:
+        raise ConfigError("--direct serves no group: leave out --group, or --direct")
+    devices = () if options.direct else _devices(options)
     settings = parse_settings(options.settings, AgentConfig)
     sight = _Sight(options.http, options.otlp, options.security, service="coslice-agent")
     with _StateDir(options.state, f"agent-{_node(options)}", ephemeral=options.ephemeral) as folder:
         agent = AgentApp(
-            _agent_config(options, devices, options.listen, folder, settings),
+            _agent_config(options, devices, None if options.direct else options.listen, folder, settings),
             board=sight.board,
             tracing=sight.tracing,
         )
@@ -181,7 +185,8 @@ def run_agent(options: UpOptions) -> None:
             _say(
                 options.json,
                 {"ready": True, "agent": agent.address, "node": _node(options), **sight.data()},
-                f"agent of node [b]{_node(options)}[/b] at [b]{agent.address}[/b], dialling {options.listen}"
+                f"agent of node [b]{_node(options)}[/b] at [b]{agent.address}[/b], "
+                f"{'moving state on request' if options.direct else f'dialling {options.listen}'}"
                 f"{sight.text()}",
             )
 
@@ -321,7 +326,7 @@ def _default_budget(accelerator: str) -> int:
 def _agent_config(
     options: UpOptions,
     devices: tuple[GroupDevices, ...],
-    orchestrator: str,
+    orchestrator: str | None,
     folder: Path,
     settings: Settings,
     *,
@@ -341,6 +346,7 @@ def _agent_config(
         credentials=_credentials(options, own=own),
         listen=options.agent_listen,
         groups=devices,
+        accelerator=devices[0].accelerator if devices else _accelerator(options.device),
         host_budget=budget,
         host_per_job=parse_size(options.host_per_job) if options.host_per_job else 0,
         disk_budget=parse_size(options.disk) if options.disk else 0,
