@@ -3,7 +3,7 @@
 import pytest
 
 from coslice.errors import ConfigError
-from coslice.wire.leader import LEADER, Dial
+from coslice.wire.leader import LEADER, LEADER_ID, SILENT, Dial
 
 HINT = ((LEADER, "c:3"),)
 
@@ -24,13 +24,36 @@ def test_a_standby_that_names_the_leader_is_followed_at_once() -> None:
     assert dial.address == "c:3"
 
 
-def test_a_leader_that_left_is_not_followed_in_circles() -> None:
+def test_a_leader_that_does_not_answer_is_shown_to_the_next_standby() -> None:
+    dial = Dial("a:1,b:2,c:3", encrypted=False)
+    dial.failed()  # the stream to a broke
+    assert dial.address == "b:2"
+    dial.failed(((LEADER, "a:1"), (LEADER_ID, "old")))
+    assert (dial.address, dial.metadata) == ("a:1", ())
+    dial.failed()
+    assert (dial.address, dial.metadata) == ("c:3", ((SILENT, "old"),))
+    assert dial.failed(((LEADER, "c:3"), (LEADER_ID, "new"))) is False  # it was elected meanwhile
+    assert dial.address == "c:3"
+    dial.reached()
+    assert dial.metadata == ()
+
+
+def test_hints_are_not_followed_in_circles() -> None:
     dial = Dial("a:1,b:2,c:3", encrypted=False)
     turns = 0
-    while not dial.failed(HINT):  # everybody names one that does not answer
+    while not dial.failed(((LEADER, "abc"[turns % 3] + ":" + "123"[turns % 3]), (LEADER_ID, str(turns)))):
         turns += 1
         assert turns < 10
-    assert turns >= 3
+
+
+def test_a_leader_that_did_not_answer_is_tried_again_later() -> None:
+    dial = Dial("a:1,b:2", encrypted=True)
+    hint = ((LEADER, "x:9"), (LEADER_ID, "one"))
+    tried = []
+    for _ in range(8):
+        dial.failed(hint if dial.address != "x:9" else None)
+        tried.append(dial.address)
+    assert tried.count("x:9") >= 2
 
 
 @pytest.mark.parametrize(("encrypted", "followed"), [(True, "c:3"), (False, "a:1")])

@@ -1,5 +1,7 @@
 """An orchestrator with a shared store, before it is elected."""
 
+import asyncio
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -9,7 +11,7 @@ from coslice.errors import ConfigError
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import OrchestratorConfig
 from coslice.store import Seat
-from coslice.wire.leader import LEADER, LEADER_FOR_AGENTS
+from coslice.wire.leader import LEADER, LEADER_FOR_AGENTS, LEADER_ID, SILENT
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
@@ -33,13 +35,30 @@ async def test_it_is_healthy_and_serves_nothing(world: World) -> None:
 async def test_it_says_where_the_leader_is(world: World) -> None:
     app = await world.start(store=NOWHERE)
     assert app._election is not None
-    app._election.leader = Seat("leader:1", "leader:2")
+    app._election.hearsay.leader = Seat("leader:1", "leader:2", "it")
     async with grpc.aio.insecure_channel(app.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as told:
             async for _ in rpc.OrchestratorStub(channel).Session(iter([])):  # type: ignore[attr-defined]
                 pass
-    assert dict(told.value.trailing_metadata()) == {LEADER: "leader:1", LEADER_FOR_AGENTS: "leader:2"}
+    assert dict(told.value.trailing_metadata()) == {
+        LEADER: "leader:1",
+        LEADER_FOR_AGENTS: "leader:2",
+        LEADER_ID: "it",
+    }
     assert told.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_who_found_the_leader_silent_is_answered_once_there_is_another(world: World) -> None:
+    app = await world.start(store=NOWHERE)
+    assert app._election is not None
+    hearsay = app._election.hearsay
+    hearsay.leader = Seat("old:1", id="old")
+    async with grpc.aio.insecure_channel(app.address) as channel:
+        call = rpc.OrchestratorStub(channel).Session(iter([]), metadata=((SILENT, "old"),))  # type: ignore[call-arg, arg-type]
+        await asyncio.sleep(0.2)
+        assert not call.done()
+        hearsay.leader = Seat("new:1", id="new")
+        assert dict(await call.trailing_metadata())[LEADER] == "new:1"  # type: ignore[misc, call-overload]
 
 
 async def test_a_shared_store_is_not_reached_in_the_clear_unasked() -> None:

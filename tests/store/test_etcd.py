@@ -154,7 +154,7 @@ async def test_one_leads_and_the_others_know_whom_to_dial(etcd_location: str, el
     await lead(a)
     waiting = asyncio.ensure_future(b.campaign())
     async with asyncio.timeout(BOUND):
-        while b.leader != Seat("a:1"):  # noqa: ASYNC110  # it tells nobody whom it heard of
+        while b.hearsay.leader != Seat("a:1"):  # noqa: ASYNC110  # it tells nobody whom it heard of
             await asyncio.sleep(0.01)
         while await a.standbys() != ["a:1", "b:1"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -162,7 +162,7 @@ async def test_one_leads_and_the_others_know_whom_to_dial(etcd_location: str, el
     await a.close()  # resigns: nobody waits for its lease to run out
     async with asyncio.timeout(BOUND):
         await waiting
-    assert b.leader == Seat("b:1")
+    assert b.hearsay.leader == Seat("b:1")
 
 
 async def test_of_one_who_was_deposed_every_write_is_refused(

@@ -189,14 +189,14 @@ async def test_one_leads_and_the_others_know_whom_to_dial(elect: Elect) -> None:
     first, _ = await lead(a)
     waiting = asyncio.ensure_future(lead(b))
     async with asyncio.timeout(BOUND):
-        while b.leader != Seat("a:1"):  # noqa: ASYNC110  # it tells nobody whom it heard of
+        while b.hearsay.leader != Seat("a:1"):  # noqa: ASYNC110  # it tells nobody whom it heard of
             await asyncio.sleep(0.01)
     assert not waiting.done()
     await a.close()  # resigns: nobody waits for its lease to run out
     async with asyncio.timeout(BOUND):
         second, _ = await waiting
     assert second.term > first.term
-    assert b.leader == Seat("b:1")
+    assert b.hearsay.leader == Seat("b:1")
 
 
 async def test_of_one_who_was_deposed_every_write_is_refused(api: FakeKubernetes, elect: Elect) -> None:

@@ -144,7 +144,7 @@ class Link:
             pb.AgentMessage(hello=self._hello())
         )  # what follows from later states comes after it
         try:
-            metadata = self._credentials.metadata(self.address)
+            metadata = self._credentials.metadata(self.address) + self._dial.metadata
         except ConfigError as error:
             log.warning("cannot show a token to the orchestrator: %s", error)
             self._outbox = None

@@ -165,7 +165,7 @@ class AioLink:
         address = self._dial.address
         outbox: asyncio.Queue[pb.ClientMessage | None] = asyncio.Queue()
         try:
-            metadata = self._credentials.metadata(address)
+            metadata = self._credentials.metadata(address) + self._dial.metadata
             dialled = self._credentials.aio_channel(address, OPTIONS)
         except ConfigError as error:  # files may be replaced while we run
             self._session.closed(now=time.monotonic(), trouble=str(error))

@@ -242,7 +242,7 @@ class Link:
         """Serve one stream until it ends; was it welcomed? With what the server said of the leader."""
         address = self._dial.address
         try:
-            metadata = self._credentials.metadata(address)
+            metadata = self._credentials.metadata(address) + self._dial.metadata
             channel = self._credentials.channel(address, OPTIONS)
         except ConfigError as error:  # files may be replaced while we run
             with self._locked() as session:

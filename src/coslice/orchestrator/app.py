@@ -116,7 +116,7 @@ class OrchestratorApp:
         """Of the present term."""
         self._standing = Supervisor("election")
         self._election: Election | None = None
-        self._desk = Desk((SERVICE, UPSTREAM), self._leader)
+        self._desk = Desk((SERVICE, UPSTREAM))
         self._health: HealthServicer | None = None
         self._term = AsyncExitStack()
         self._open = AsyncExitStack()
@@ -149,10 +149,10 @@ class OrchestratorApp:
             if alone:
                 await self._tell_health(leading=True)
             else:
-                seat = Seat(*self._advertised(address, agents))
+                seat = Seat(*self._advertised(address, agents), id=uuid.uuid4().hex[:12])
                 election = make_election(self.config.store, seat=seat, ttl=self.config.leader_ttl)
                 stack.push_async_callback(election.close)
-                self._election = election
+                self._election, self._desk.hearsay = election, election.hearsay
                 stack.push_async_callback(self._end_term, _STOPPING)
                 stack.push_async_callback(self._standing.stop)
                 self._standing.start("leader", self._stand(election))
@@ -160,9 +160,6 @@ class OrchestratorApp:
         self._address, self.agents_address = address, agents
         self._ready.set()
         log.info("orchestrator listens on %s", address)
-
-    def _leader(self) -> Seat | None:
-        return self._election.leader if self._election is not None else None
 
     def _advertised(self, address: str, agents: str) -> tuple[str, str]:
         """What others are told to dial: for clients, and for agents."""

@@ -17,6 +17,8 @@ class Seat(msgspec.Struct, frozen=True):
 
     address: str
     agents: str = ""
+    id: str = ""
+    """Of the process: one that comes back at the same address is another."""
 
 
 class Deposed(StoreError):
@@ -47,9 +49,35 @@ class Tenure:
             raise Deposed(f"this process leads no longer: {self.over}")
 
 
+class Hearsay:
+    """Who leads, as far as one candidate knows, and waiting for it."""
+
+    def __init__(self) -> None:
+        self._leader: Seat | None = None
+        self._heard = asyncio.Event()
+
+    @property
+    def leader(self) -> Seat | None:
+        """None while nobody leads, or it is not known who."""
+        return self._leader
+
+    @leader.setter
+    def leader(self, seat: Seat | None) -> None:
+        if seat != self._leader:
+            self._leader = seat
+            self._heard.set()
+            self._heard = asyncio.Event()
+
+    async def other_leader(self, than: str) -> Seat:
+        """Returns once a leader with another id is known."""
+        while self._leader is None or self._leader.id == than:
+            await self._heard.wait()
+        return self._leader
+
+
 class Election(Protocol):
-    leader: Seat | None
-    """Who leads; None while nobody does, or it is not known who."""
+    @property
+    def hearsay(self) -> Hearsay: ...
 
     @property
     def shared(self) -> bool:
@@ -75,8 +103,7 @@ class Alone:
     shared = False
 
     def __init__(self, store: Store) -> None:
-        self._store = store
-        self.leader: Seat | None = None
+        self._store, self.hearsay = store, Hearsay()
 
     async def campaign(self) -> tuple[Tenure, Store]:
         return Tenure(), self._store

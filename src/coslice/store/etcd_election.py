@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from coslice.store.base import Store, StoreError
-from coslice.store.election import Seat, Tenure
+from coslice.store.election import Hearsay, Seat, Tenure
 from coslice.store.etcd import EtcdStore
 from coslice.store.etcd_api import EtcdApi, Json, NoAnswer, after_prefix, decoded, encoded
 from coslice.store.etcd_location import EtcdLocation
@@ -59,11 +59,11 @@ class EtcdElection:
         self._candidates = location.prefix + "candidate/"
         self._lease: _Lease | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self.leader: Seat | None = None
+        self.hearsay = Hearsay()
 
     async def campaign(self) -> tuple[Tenure, Store]:
         while True:
-            self.leader = None
+            self.hearsay.leader = None
             lease = await self._fresh_lease()
             try:
                 revision = await self._until(lease, self._win(lease))
@@ -173,18 +173,18 @@ class EtcdElection:
                 continue
             revision = int(answer["header"]["revision"])
             if answer.get("succeeded"):
-                self.leader = self.seat
+                self.hearsay.leader = self.seat
                 return revision
             (found,) = answer["responses"]
             kvs = found["response_range"].get("kvs", [])
             if not kvs:
                 continue
             if str(kvs[0].get("lease", 0)) == lease.id:  # an answer was lost
-                self.leader = self.seat
+                self.hearsay.leader = self.seat
                 return int(kvs[0]["create_revision"])
-            self.leader = _seat(kvs[0])
+            self.hearsay.leader = _seat(kvs[0])
             await self._vacant(revision + 1)
-            self.leader = None
+            self.hearsay.leader = None
 
     def _claim(self, lease: _Lease) -> Json:
         key = encoded(self._key)

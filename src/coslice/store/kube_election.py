@@ -20,7 +20,7 @@ import uuid
 import msgspec
 
 from coslice.store.base import Store, StoreError
-from coslice.store.election import Deposed, Seat, Tenure
+from coslice.store.election import Deposed, Hearsay, Seat, Tenure
 from coslice.store.kube_api import LEASES, Expired, Json, KubeApi, Missing, NoAnswer, Stale
 from coslice.store.kube_location import KubeLocation
 from coslice.store.kubernetes import KubernetesStore
@@ -50,10 +50,10 @@ class LeaseElection:
         """When we asked for the Lease that we got."""
         self.tenure = Tenure(0)
         self.floor = 0
-        self.leader: Seat | None = None
+        self.hearsay = Hearsay()
 
     async def campaign(self) -> tuple[Tenure, Store]:
-        self.leader = None
+        self.hearsay.leader = None
         await self._stop_keeping()
         while True:
             try:
@@ -64,7 +64,7 @@ class LeaseElection:
                 continue
             if lease is not None:
                 break
-        self._lease, self.leader = lease, self._seat
+        self._lease, self.hearsay.leader = lease, self._seat
         self.tenure = Tenure(_term(lease))
         self.floor = _taken(lease)
         self._keeper = asyncio.create_task(self._keep(self.tenure, self._asked), name="kubernetes lease")
@@ -173,12 +173,12 @@ class LeaseElection:
             return await self._api.create(LEASES, self._claim(None))
         holder = there["spec"].get("holderIdentity", "")
         if holder and holder != self._me:
-            self.leader = _seat(there)
+            self.hearsay.leader = _seat(there)
             last = await self._wait(there)
             if last is None:
                 return None
             there = last
-        self.leader = None
+        self.hearsay.leader = None
         self._asked = asyncio.get_running_loop().time()
         return await self._api.replace(LEASES, self._claim(there))
 
@@ -203,7 +203,7 @@ class LeaseElection:
                                 deadline = loop.time() + _duration(event["object"])
                                 limit.reschedule(deadline)
                             seen = event["object"]
-                            self.leader = _seat(seen)
+                            self.hearsay.leader = _seat(seen)
                             if not seen["spec"].get("holderIdentity"):
                                 return seen
             except TimeoutError:
@@ -214,7 +214,7 @@ class LeaseElection:
                 there = await self._api.get(LEASES, self._name)
                 if _record(there) != _record(seen):
                     deadline = loop.time() + _duration(there)
-                seen, self.leader = there, _seat(there)
+                seen, self.hearsay.leader = there, _seat(there)
             if loop.time() - began < 0.05:  # it ended at once, and may do so again
                 pause = min(_AGAIN_S, max(0.0, deadline - loop.time()))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))

@@ -191,7 +191,7 @@ class FakeAgent:
             stub: Any = pb_grpc.OrchestratorStub(
                 channel
             )  # the stubs want an iterator, which aio does not need
-            self._stream = stream = stub.Attach()
+            self._stream = stream = stub.Attach(metadata=self._dial.metadata or None)
             outgoing: asyncio.Queue[pb.AgentMessage] = asyncio.Queue()
             self._outgoing = outgoing
             outgoing.put_nowait(pb.AgentMessage(hello=self._hello()))

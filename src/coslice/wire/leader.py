@@ -11,6 +11,11 @@ from coslice.errors import ConfigError
 
 LEADER = "coslice-leader"
 LEADER_FOR_AGENTS = "coslice-leader-agents"
+LEADER_ID = "coslice-leader-id"
+SILENT = "coslice-silent-leader"
+"""Of a caller: the id of a leader that does not answer."""
+FOLLOWS = 3
+"""Hints in a row, before the other addresses are tried."""
 
 
 def addresses_of(text: str) -> tuple[str, ...]:
@@ -27,44 +32,60 @@ def addresses_of(text: str) -> tuple[str, ...]:
 
 
 class Dial:
-    """Which address to try. Whoever fails there says so with ``failed`` and tries ``address`` again."""
+    """Which address to try. Whoever fails there says so with ``failed`` and tries ``address`` again, showing
+    ``metadata``."""
 
     def __init__(self, addresses: str, *, encrypted: bool, key: str = LEADER) -> None:
         self._given = addresses_of(addresses)
         self._encrypted, self._key = encrypted, key
-        self._next = 0
-        self._tried = 0
-        self._followed = False
+        self._next = self._failed = self._followed = 0
+        self._hint = ("", "")
+        """The leader that we were sent to last: address, id."""
+        self._silent = ""
+        """The leader that we were sent to in vain."""
         self.address = self._given[0]
 
     @property
     def several(self) -> bool:
         return len(self._given) > 1
 
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """For a stream: a standby that is shown it answers once it knows of another leader."""
+        return ((SILENT, self._silent),) if self._silent else ()
+
     def reached(self) -> None:
         """The leader answered. When it is lost afterwards, that is a failure like the others."""
-        self._tried, self._followed = 0, False
+        self._failed = self._followed = 0
+        self._silent = ""
 
     def failed(self, trailers: Iterable[Any] | None = None) -> bool:
         """Nobody answered, or a standby did, with these trailing metadata. True: everybody was asked in
         vain; wait before the next attempt."""
-        hint = self._hint(trailers)
-        if hint and hint != self.address and not self._followed:
-            self.address, self._followed = hint, True
+        address, leader = self._told(trailers)
+        if self.address == self._hint[0]:
+            self._silent, self._hint = self._hint[1], ("", "")
+        if address and leader and leader == self._silent:
+            self._silent = ""  # it is still that one: worth another try, later
+        elif address and self._followed < FOLLOWS:
+            self._followed += 1
+            self.address, self._hint = address, (address, leader)
             return False
         self._next = (self._next + 1) % len(self._given)
         self.address = self._given[self._next]
-        self._tried += 1
-        if self._tried < len(self._given):
+        self._failed += 1
+        if self._failed < len(self._given):
             return False
-        self._tried, self._followed = 0, False
+        self._failed = self._followed = 0
         return True
 
-    def _hint(self, trailers: Iterable[Any] | None) -> str:
-        for name, value in trailers or ():
-            if name == self._key and (self._encrypted or value in self._given):
-                try:
-                    return addresses_of(str(value))[0]
-                except ConfigError:
-                    return ""
-        return ""
+    def _told(self, trailers: Iterable[Any] | None) -> tuple[str, str]:
+        """Address and id of the leader; empty if nobody said, or is not believed."""
+        told = {str(name): str(value) for name, value in trailers or ()}
+        address = told.get(self._key, "")
+        if not address or not (self._encrypted or address in self._given):
+            return "", ""
+        try:
+            return addresses_of(address)[0], told.get(LEADER_ID, "")
+        except ConfigError:
+            return "", ""
