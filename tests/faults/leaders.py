@@ -25,13 +25,13 @@ class Orchestrators:
     """``folder`` keeps their logs. Addresses stay the same over restarts."""
 
     def __init__(self, folder: Path, store: str, *, ttl: float, **settings: object) -> None:
-        self._folder, self._store, self._ttl, self._settings = folder, store, ttl, settings
+        self.folder, self._store, self._ttl, self._settings = folder, store, ttl, settings
         self.processes: dict[str, Process] = {}
 
     def start(self, listen: str = "127.0.0.1:0") -> str:
         config = {"listen": listen, "store": self._store, "leader_ttl": self._ttl, **self._settings}
         command = [sys.executable, str(HERE / "serve.py"), "orchestrator", json.dumps(config)]
-        process = Process(command, self._folder / f"orchestrator-{len(self.processes)}.log")
+        process = Process(command, self.folder / f"orchestrator-{len(self.processes)}.log")
         address = str(process.hear()["orchestrator"])
         self.processes[address] = process
         return address

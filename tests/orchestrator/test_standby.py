@@ -35,6 +35,7 @@ async def test_it_is_healthy_and_serves_nothing(world: World) -> None:
 async def test_it_says_where_the_leader_is(world: World) -> None:
     app = await world.start(store=NOWHERE)
     assert app._election is not None
+    await app._standing.stop()  # it hears what we say, and nothing else
     app._election.hearsay.leader = Seat("leader:1", "leader:2", "it")
     async with grpc.aio.insecure_channel(app.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as told:
@@ -51,6 +52,7 @@ async def test_it_says_where_the_leader_is(world: World) -> None:
 async def test_who_found_the_leader_silent_is_answered_once_there_is_another(world: World) -> None:
     app = await world.start(store=NOWHERE)
     assert app._election is not None
+    await app._standing.stop()
     hearsay = app._election.hearsay
     hearsay.leader = Seat("old:1", id="old")
     async with grpc.aio.insecure_channel(app.address) as channel:
