@@ -1,6 +1,8 @@
 """The pages themselves: who may read them, where they may be served, and what they say while things start."""
 
+import shutil
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -10,14 +12,14 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from coslice.cli.security import make_token
+from coslice.cli.security import make_certs, make_token
 from coslice.errors import ConfigError
 from coslice.observe.board import Board
 from coslice.observe.http import HttpServer
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import OrchestratorConfig
 from coslice.security import tokens
-from coslice.security.listening import LOCAL_ONLY, Security
+from coslice.security.listening import LOCAL_ONLY, Security, make_tls
 
 
 @asynccontextmanager
@@ -52,6 +54,26 @@ async def test_health_is_open_and_everything_else_needs_a_token(secret: Path) ->
             assert (await http.get("/page", headers=shown)).text == "hello"
         expired = make_token("", secret=secret, role="read", ttl="1h")[:-3]
         assert (await http.get("/metrics", headers={"Authorization": f"Bearer {expired}"})).status_code == 401
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates need openssl")
+async def test_beyond_loopback_it_speaks_tls_and_wants_a_token(tmp_path: Path, secret: Path) -> None:
+    make_certs(tmp_path / "certs", names=("localhost",), nodes=())
+    tls = make_tls(*(str(tmp_path / "certs" / name) for name in ("server.pem", "server.key", "ca.pem")))
+    server = HttpServer(Board(), "0.0.0.0:0", Security(tls, str(secret)))
+    await server.start()
+    try:
+        at = f"localhost:{server.address.rpartition(':')[2]}"
+        trusted = ssl.create_default_context(cafile=str(tmp_path / "certs" / "ca.pem"))
+        async with httpx.AsyncClient(verify=trusted, base_url=f"https://{at}") as http:
+            token = make_token("", secret=secret, role="read", ttl="1h")
+            shown = {"Authorization": f"Bearer {token}"}
+            assert (await http.get("/metrics")).status_code == 401
+            assert "coslice_info" in (await http.get("/metrics", headers=shown)).text
+            with pytest.raises(httpx.TransportError):
+                await http.get(f"http://{at}/metrics")
+    finally:
+        await server.stop()
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])

@@ -71,6 +71,7 @@ class Scraped:
         self._readings = Readings()
         self._readings.sources = [
             Source(metrics.OF_GROUPS, self._groups, metrics.of_groups),
+            Source(metrics.COUNTED, self._pushed.take, lambda found: found),
             Source(OF_JOBS, self._jobs, lambda found: found),
         ]
 
@@ -150,14 +151,17 @@ def test_groups_beyond_the_limit_share_a_name_and_a_deleted_one_makes_room() -> 
 def test_a_deleted_group_takes_its_series_with_it() -> None:
     registry = CollectorRegistry()
     pushed = Pushed(registry)
-    counts = []
+    counts, decisions = [], []
     for number in range(20):
         lock = Lock(f"g{number}", pushed)
         lock.ask("job", at=1.0)
         lock.give("job", at=2.0)
         lock.meter.close()
-        counts.append(sum(len(family.samples) for family in registry.collect()))
+        taken = pushed.take()
+        counts.append(sum(len(family.samples) for family in registry.collect()) + len(taken))
+        decisions.append(sum(value for metric, _, value in taken if metric is metrics.DECISIONS))
     assert counts[-1] == counts[0]
+    assert decisions == [decisions[0] * n for n in range(1, 21)], "a counter never falls"
 
 
 def test_a_name_given_up_is_free_again() -> None:

@@ -18,10 +18,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from orchestrator.world import World
 
 import coslice
+from coslice.core.group import new_group
+from coslice.core.ids import GroupId, JobId, RequestId
 from coslice.errors import ConfigError
 from coslice.observe.tracing import Exporting, Tracing
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
+from coslice.orchestrator.observer import Observer
+from coslice.orchestrator.traces import Traces
 from coslice.testing.fake_agent import failing
 
 
@@ -182,6 +186,18 @@ def test_a_job_that_does_not_trace_never_loads_opentelemetry() -> None:
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_what_a_process_began_in_an_earlier_term_is_over_when_it_leads_again(spans: Spans) -> None:
+    group, job = GroupId("pool"), JobId("job-a")
+    observer = Observer(traces=Traces(spans.tracing))
+    observer.opened(new_group(group))
+    observer.traces.asked(group, job, RequestId("r1"), "")
+    assert not list(spans)
+    observer.opened(new_group(group))
+    assert {span.name for span in spans} == {"coslice.acquire", "coslice.queue"}
+    (ended,) = spans.named("coslice.acquire")
+    assert ended.status.description == "the orchestrator began afresh"
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "grpc://host:4317"])

@@ -442,7 +442,8 @@ def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[None]]) -> Non
         async with AsyncExitStack() as stack:
             await serve(stack)
             await stop.wait()
-            console.print("stopping …", style="dim")
+            if console.is_terminal:  # where it is a log, only log lines go
+                console.print("stopping …", style="dim")
 
     asyncio.run(main())
 

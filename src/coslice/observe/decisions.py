@@ -40,7 +40,10 @@ def level_of(code: ReasonCode, event: object = None) -> int:
 
 def tell(where: Mapping[str, object], event: object, step: Step[Any, Any]) -> None:
     """``where``: names of the group and whatever else says whose decision it was."""
+    everything = log.isEnabledFor(logging.INFO)
     for reason in step.reasons:
+        if not everything and reason.code not in WARNINGS:
+            continue
         level = level_of(reason.code, event)
         if log.isEnabledFor(level):
             fields = {**where, "event": type(event).__name__, "reason": reason.code.value}

@@ -351,6 +351,9 @@ class OrchestratorApp:
             connected = len(shown.sessions) - lost
             return metrics.Process(True, connected, lost, len(shown.agents), shown.journal.lost)
 
+        def of_counts() -> tuple[Reading, ...]:
+            return () if self._pushed is None else self._pushed.take()
+
         def of_jobs() -> tuple[Reading, ...]:
             if (pushed := self._pushed) is None or (shown := self._shown) is None:
                 return ()
@@ -359,6 +362,7 @@ class OrchestratorApp:
 
         board.add(Source(metrics.OF_GROUPS, of_groups, metrics.of_groups))
         board.add(Source(metrics.OF_PROCESS, of_process, metrics.of_process))
+        board.add(Source(metrics.COUNTED, of_counts, lambda found: found))
         board.add(Source(OF_JOBS, of_jobs, lambda found: found))
 
     async def wait_ready(self) -> None:

@@ -87,7 +87,8 @@ class JobMeter:
 
     def prune(self, groups: Mapping[GroupId, Group]) -> None:
         """Drop what ended: jobs that no group knows any more, and groups that are gone."""
-        live = {(group.id, record.job) for group in groups.values() for record in group.jobs}
+        known = {key[0]: groups[key[0]].jobs for key in self._jobs if key[0] in groups}
+        live = {(group, record.job) for group, records in known.items() for record in records}
         for key in self._jobs.keys() - live:
             del self._jobs[key]
         for key in [key for key in self._others if key[0] not in groups]:

@@ -4,10 +4,11 @@
 state keeps anyway are read when somebody asks. Decides nothing.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Histogram
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
@@ -16,7 +17,7 @@ from coslice.core.effects import ReasonCode
 from coslice.core.group_state import Group, Held, Occupancy, Swapping, active, on_device, waiting
 from coslice.core.ids import GroupId
 from coslice.core.outcome import Step
-from coslice.observe.metric import MAX_GROUPS, Metric, Names, Reading, counter, histogram
+from coslice.observe.metric import MAX_GROUPS, Metric, Names, Reading, histogram
 from coslice.orchestrator.job_meter import JobMeter
 
 WAIT = Metric(
@@ -38,7 +39,8 @@ FAULTS = Metric("coslice_faults_total", "counter", "What went wrong, by kind.", 
 DECISIONS = Metric(
     "coslice_decisions_total", "counter", "Decisions of all groups, by their reason.", ("reason",)
 )
-PUSHED = (WAIT, HOLD, SWAP, GRANTS, REFUSALS, FAULTS, DECISIONS)
+HISTOGRAMS = (WAIT, HOLD, SWAP)
+COUNTED = (GRANTS, REFUSALS, FAULTS, DECISIONS)
 
 LEADER = Metric("coslice_leader", "gauge", "1: this process leads and grants; 0: it stands by.")
 SESSIONS = Metric(
@@ -128,51 +130,87 @@ FAULTY = frozenset(
 """Reasons that count as faults."""
 
 
+class _Tally:
+    """Counts of the groups that share a name."""
+
+    __slots__ = ("decided", "grants", "refusals")
+
+    def __init__(self) -> None:
+        self.decided: defaultdict[ReasonCode, int] = defaultdict(int)
+        self.grants: defaultdict[ReasonCode, int] = defaultdict(int)
+        self.refusals: defaultdict[fx.RefuseCode, int] = defaultdict(int)
+
+
 class Pushed:
-    """What all groups of one process write to."""
+    """What all groups of one process write to. Counts are plain numbers until somebody asks."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.wait, self.hold, self.swap = (histogram(m, registry) for m in (WAIT, HOLD, SWAP))
-        self.grants, self.refusals, self.faults, self.decisions = (
-            counter(m, registry) for m in (GRANTS, REFUSALS, FAULTS, DECISIONS)
-        )
-        self.groups = Names(MAX_GROUPS)
         self.jobs = JobMeter()
-        self._decided: dict[ReasonCode, Counter] = {}
+        self._names = Names(MAX_GROUPS)
+        self._tallies: dict[str, _Tally] = {}
+        self._past: defaultdict[ReasonCode, int] = defaultdict(int)
+        """Decisions of groups that are gone."""
 
-    def decided(self, code: ReasonCode) -> None:
-        found = self._decided.get(code)
-        if found is None:
-            found = self._decided[code] = self.decisions.labels(code.value)
-        found.inc()
+    def opened(self, group: GroupId) -> tuple[str, _Tally]:
+        """The name that its series have, and where to count."""
+        name = self._names(group)
+        return name, self._tallies.setdefault(name, _Tally())
+
+    def deleted(self, name: str) -> None:
+        """Its series go with it, unless it shared them."""
+        if not self._names.give_up(name):
+            return
+        each: Histogram
+        for each in (self.wait, self.hold, self.swap):
+            each.remove(name)
+        for code, count in self._tallies.pop(name).decided.items():
+            self._past[code] += count
+
+    def take(self) -> tuple[Reading, ...]:
+        return tuple(self._read())
+
+    def _read(self) -> Iterator[Reading]:
+        all_decided = self._past.copy()
+        for name, tally in self._tallies.items():
+            for code, count in tally.decided.items():
+                all_decided[code] += count
+                if code in FAULTY:
+                    yield FAULTS, (name, code.value), count
+            for code, count in tally.grants.items():
+                yield GRANTS, (name, code.value), count
+            for refused, count in tally.refusals.items():
+                yield REFUSALS, (name, refused.value), count
+        for code, count in all_decided.items():
+            yield DECISIONS, (code.value,), count
 
 
 class Meter:
     """Of one group. ``state``: as it is before the first step."""
 
     def __init__(self, group: GroupId, state: Group, pushed: Pushed) -> None:
-        self._group, self._name, self._pushed = group, pushed.groups(group), pushed
+        self._group, self._pushed = group, pushed
+        self._name, self._tally = pushed.opened(group)
         self._wait, self._hold, self._swap = (
             each.labels(self._name) for each in (pushed.wait, pushed.hold, pushed.swap)
         )
-        self._counts: dict[tuple[Counter, str], Counter] = {}
         self._before: Occupancy = state.occupancy
 
     def heard(self, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
-        repeated = False
         for reason in step.reasons:
-            self._pushed.decided(reason.code)
-            repeated |= reason.code is ReasonCode.REPEATED
-            if reason.code in FAULTY:
-                self._count(self._pushed.faults, reason.code.value)
+            self._tally.decided[reason.code] += 1
         for effect in step.effects:
-            if isinstance(effect, fx.Grant) and not repeated:
-                self._wait.observe(effect.waited)
-                self._count(self._pushed.grants, effect.reason.code.value)
+            if isinstance(effect, fx.Grant):
+                self._granted(effect, step.reasons)
             elif isinstance(effect, fx.Refuse):
-                self._count(self._pushed.refusals, effect.code.value)
+                self._tally.refusals[effect.code] += 1
         if step.state.occupancy is not self._before:
             self._changed(event.at, step.state.occupancy)
+
+    def _granted(self, effect: fx.Grant, reasons: tuple[fx.Reason, ...]) -> None:
+        if not any(reason.code is ReasonCode.REPEATED for reason in reasons):
+            self._wait.observe(effect.waited)
+            self._tally.grants[effect.reason.code] += 1
 
     def _changed(self, at: float, now: Occupancy) -> None:
         before, self._before = self._before, now
@@ -186,21 +224,8 @@ class Meter:
         if isinstance(now, Held) and not (isinstance(before, Held) and now.epoch == before.epoch):
             self._pushed.jobs.began(self._group, now, at)
 
-    def _count(self, metric: Counter, label: str) -> None:
-        found = self._counts.get((metric, label))
-        if found is None:
-            found = self._counts[metric, label] = metric.labels(self._name, label)
-        found.inc()
-
     def close(self) -> None:
-        """The group is gone, and with it its series."""
-        if not self._pushed.groups.give_up(self._name):
-            return
-        each: Histogram
-        for each in (self._pushed.wait, self._pushed.hold, self._pushed.swap):
-            each.remove(self._name)
-        for metric, label in self._counts:
-            metric.remove(self._name, label)
+        self._pushed.deleted(self._name)
 
 
 # ── read when somebody asks ────────────────────────────────────────────────

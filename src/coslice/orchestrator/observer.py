@@ -28,6 +28,9 @@ class Observer:
         self._meters: dict[GroupId, Meter] = {}
 
     def opened(self, state: Group) -> None:
+        """Also again, by a process that leads again: what it heard in its last term is over."""
+        if self.traces is not None:
+            self.traces.deleted(state.id, "the orchestrator began afresh")
         if self._pushed is not None:
             self._meters[state.id] = Meter(state.id, state, self._pushed)
 
@@ -47,4 +50,4 @@ class Observer:
         if meter is not None:
             meter.close()
         if self.traces is not None:
-            self.traces.deleted(group)
+            self.traces.deleted(group, "the group was deleted")

@@ -94,12 +94,12 @@ class Traces:
             if holder is None or holder.confirmed:
                 del known.asks[request]
 
-    def deleted(self, group: GroupId) -> None:
+    def deleted(self, group: GroupId, why: str) -> None:
         known = self._groups.pop(group, _Group())
         for ask in known.asks.values():
-            _end(ask, error="the group was deleted")
+            _end(ask, error=why)
         if known.swap is not None:
-            known.swap.end(error="the group was deleted")
+            known.swap.end(error=why)
 
 
 def _end_swap(known: _Group, state: Group, why: str) -> None:
