@@ -218,3 +218,17 @@ def test_only_a_sealed_copy_is_used_and_nobody_can_write_to_it() -> None:
     os.ftruncate(fd, 8192)
     with pytest.raises(OperationFailed, match="not sealed"):
         SharedCopy(fd, 8192)
+
+
+def test_closing_the_handle_lets_the_shared_copy_go(model: Lora) -> None:
+    from coslice.workload import register
+
+    def descriptors() -> set[str]:
+        return {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+
+    handle = register(model, env={}, frozen="share")
+    handle.offload()
+    handle.restore()
+    assert any("coslice-base" in link for link in descriptors())
+    handle.close()
+    assert not any("coslice-base" in link for link in descriptors())

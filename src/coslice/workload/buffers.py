@@ -89,7 +89,13 @@ class Buffers(Protocol):
         """The one copy of what has this digest; ``fill`` makes it if nobody has yet. Raises ``NoRoom``."""
         ...
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Let go of the buffer. Shared copies stay."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything: there is no state any more."""
+        ...
 
 
 class LocalBuffers:
@@ -97,9 +103,17 @@ class LocalBuffers:
 
     def __init__(self) -> None:
         self.current: HostBuffer | None = None
+        self._shared: list[SharedCopy] = []
 
     def share(self, digest: str, size: int, fill: Callable[[int], None]) -> SharedCopy:
-        return SharedCopy.make(size, fill)
+        self._shared.append(SharedCopy.make(size, fill))
+        return self._shared[-1]
+
+    def close(self) -> None:
+        self.release()
+        for copy in self._shared:
+            copy.close()
+        self._shared.clear()
 
     def obtain(self, size: int, *, keep: int = 0, hold: bool = True) -> HostBuffer:
         current = self.current
@@ -157,6 +171,12 @@ class AgentBuffers:
         copy = made if fd is None else SharedCopy(fd, size)
         self._shared[digest] = copy
         return copy
+
+    def close(self) -> None:
+        self.release()
+        for copy in self._shared.values():
+            copy.close()
+        self._shared.clear()
 
     def obtain(self, size: int, *, keep: int = 0, hold: bool = True) -> HostBuffer:
         """Asks every time: the agent may have given our file up, or made another after a restart."""

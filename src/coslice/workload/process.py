@@ -58,7 +58,7 @@ class Group:
             GATE.remove_on_leave(self._section_ended)
             if self.channel is not None:
                 self.channel.close()
-            self.state.buffers.release()
+            self.state.buffers.close()
         else:
             self.refresh()
 
