@@ -188,3 +188,15 @@ async def test_the_status_says_what_was_measured(world: World) -> None:
     assert 0 < told.on_s < math.inf
     assert told.off_s > 0
     assert any("in a cycle alone" in line for line in await a.explain("pool", "job-a"))
+
+
+async def test_who_waits_at_the_door_of_a_group_that_is_deleted_is_told_so(world: World) -> None:
+    """Whether the verdict or the end of the group is there first."""
+    await start(world, "enforce")
+    a = await world.client("job-a", profile=says(60.0, 100.0))
+    await turns(a, 1)
+    b = await world.client("job-b", profile=says(5.0, 100.0))
+    wanted = await b.ask("pool")
+    await a.stub.DeleteGroup(pb.DeleteGroupRequest(group="pool"), timeout=20)
+    answer = await b.answer(wanted)
+    assert answer.HasField("granted") or answer.refused.code in (pb.GROUP_GONE, pb.UNKNOWN_GROUP)

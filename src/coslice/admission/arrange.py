@@ -18,8 +18,9 @@ OTHERS = ("fair_share", "shortest", "reservation", "reservation:idle=0.5", "fifo
 FOR_PAIRS = ("reservation", "reservation:idle=0.5")
 """With two jobs there is never a choice when the lock becomes free: only who keeps it free makes a
 difference."""
-PAIRS_UP_TO = 5
-"""Of more jobs than that, only the newest ones are tried without, not every pair."""
+FOR_MANY = ("shortest", "reservation")
+FEW = 4
+"""Of more jobs than that, not every pair is tried without but the newest ones, and fewer policies."""
 
 
 class Question(Struct, frozen=True, kw_only=True):
@@ -109,7 +110,7 @@ def _best(some: Sequence[Player], question: Question, now: Outlook | None) -> Ou
         return alone(some, question.base)
     if overloaded(some):
         return None
-    others = [policy for policy in (FOR_PAIRS if len(some) == 2 else OTHERS) if policy != question.policy]
+    others = FOR_PAIRS if len(some) == 2 else OTHERS if len(some) <= FEW else FOR_MANY
     first = dict.fromkeys((question.base, question.policy))
     for policy in first:
         seen = (
@@ -130,7 +131,7 @@ def _subsets(players: Sequence[Player], newcomers: set[JobId]) -> Iterator[tuple
     """From all of them down to one, those that lack newer jobs first."""
     count = len(players)
     for less in range(count):
-        if count <= PAIRS_UP_TO or less <= 1:
+        if count <= FEW or less <= 1:
             absent: Iterator[tuple[int, ...]] = itertools.combinations(range(count - 1, -1, -1), less)
         else:
             absent = iter([tuple(range(count - 1, count - 1 - less, -1))])

@@ -75,7 +75,10 @@ def outlook(players: Sequence[Player], *, policy: str, swap_s: float) -> Outlook
     """``swap_s``: seconds of one change of hands."""
     if len(players) < 2:
         return alone(players, policy)
-    played = [_play(players, policy, swap_s, apart=apart) for apart in (False, True)]
+    together = _play(players, policy, swap_s, apart=False)
+    if not together.fits(players):
+        return together  # one start suffices to say no
+    played = [together, _play(players, policy, swap_s, apart=True)]
     names = [player.job for player in players]
     return Outlook(
         policy=policy,

@@ -6,11 +6,12 @@ client itself when it is back. Decides nothing: that is ``coslice.admission``.""
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from coslice.admission.arrange import arrange
+from coslice.admission.arrange import Plan, Question, arrange
 from coslice.admission.model import Actions, Code, Decision, Enter, Refuse, Rules, Wait
 from coslice.admission.warden import Warden
 from coslice.core import effects as fx
@@ -26,6 +27,7 @@ from coslice.runtime.clock import Clock
 from coslice.wire.v1 import coslice_pb2 as pb
 
 log = logging.getLogger(__name__)
+SWITCH_S = 0.0005
 LOUD = frozenset({Code.REFUSED, Code.WARNED, Code.QUEUED, Code.EVICTED, Code.REORDERED})
 
 
@@ -54,7 +56,7 @@ class Admissions:
         self._doors: dict[GroupLock, dict[RequestId, _Knock]] = {}
         self._due: dict[GroupLock, None] = {}
         self._wake = asyncio.Event()
-        self._unheard: list[tuple[ev.GroupEvent, Step[Group, fx.GroupEffect]]] = []
+        self._unheard: list[tuple[GroupLock, ev.GroupEvent, Step[Group, fx.GroupEffect]]] = []
 
     def warden(self, lock: GroupLock) -> Warden:
         warden = self._wardens.get(lock)
@@ -76,16 +78,17 @@ class Admissions:
 
     def heard(self, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
         """Only taken down: whoever posted the event still waits for its answer."""
+        lock = self._lock_of(step.state.id)
+        if lock is None:
+            return
         if not self._unheard:
             asyncio.get_running_loop().call_soon(self._catch_up)
-        self._unheard.append((event, step))
+        self._unheard.append((lock, event, step))
 
     def _catch_up(self) -> None:
         unheard, self._unheard = self._unheard, []
-        for event, step in unheard:
-            lock = self._lock_of(step.state.id)
-            if lock is not None:
-                self._hear(lock, event, step)
+        for lock, event, step in unheard:
+            self._hear(lock, event, step)
 
     def _hear(self, lock: GroupLock, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
         self.warden(lock).heard(event, step.effects, step.state)
@@ -156,7 +159,7 @@ class Admissions:
         warden = self._wardens.get(lock)
         while warden is not None and (question := warden.question()) is not None:
             try:
-                plan = await asyncio.to_thread(arrange, question)
+                plan = await asyncio.to_thread(_arrange, question)
             except Exception:  # a fault of the judge is no fault of any job's
                 log.exception("admission of group %s: no verdict; everybody may enter", lock.id)
                 self._carry_out(lock, warden.open_door())
@@ -268,6 +271,17 @@ class Admissions:
 
     def knows(self, lock: GroupLock, job: str) -> bool:
         return bool(self.lines(lock, job)) if job else False
+
+
+def _arrange(question: Question) -> Plan:
+    """In a thread of its own. Python lets a thread that computes keep the interpreter for 5 ms at a time,
+    which is more than a hand-over takes: less, as long as this lasts."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        return arrange(question)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def pool_for(profile: Profile | None, group: str) -> Pool | None:
