@@ -201,7 +201,8 @@ def main() -> int:
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
     torch.set_num_threads(1)
-    for ends in (signal.SIGTERM, signal.SIGHUP):
+    # SIGINT too: whoever starts us in the background of a shell has it ignored.
+    for ends in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ends, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_BLOCK, WAKE)
     folder = Path(tempfile.mkdtemp(prefix="coslice-soak-"))
