@@ -143,3 +143,35 @@ def test_the_bench_says_how_fast_and_with_how_many_processes(tmp_path: Path) -> 
     assert told["jobs"] == 8
     assert told["steps_per_s"] > 0
     assert told["core_steps"] > 500
+
+
+def test_what_admission_would_do_about_a_drift(tmp_path: Path) -> None:
+    out, journal = tmp_path / "figures.json", tmp_path / "journal.jsonl"
+    drift = ["--drift", "math:2500:1.5", "--hours", "1.5", "--swap-s", "8"]
+    files = ["--json", str(out), "--journal", str(journal)]
+    said = run("math=40/60", "code=40/60", *drift, "--admission", "enforce", *files)
+    told = json.loads(out.read_text())["admission"]
+    assert told["within"] >= 0.99
+    assert told["replanned_at"] > 2500
+    assert told["jobs"]["code"]["queued_s"] > 0
+    codes = [one["code"] for one in told["decisions"]]
+    assert codes[-2:] == ["drifted", "queued"]
+    assert "code: queued for" in said
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert [line["admission"]["code"] for line in lines if "admission" in line] == codes
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--drift", "math"], "JOB:AT_S:FACTOR"),
+        (["--drift", "a:1:two"], "JOB:AT_S:FACTOR"),
+        (["--drift", "b:1:2"], "there is no job b"),
+        (["--drift", "a:1:2:up"], "neither on nor off"),
+        (["--drift", "a:1:-2"], "above 0"),
+        (["--admission", "maybe"], "off, warn, enforce"),
+    ],
+)
+def test_a_drift_or_a_mode_that_is_none_is_named(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run("a=40/60", *words)

@@ -166,7 +166,8 @@ class Trail:
         kept = list(self.cycles)
         old = kept[:-since]
         if old:
-            self.before = (_mean([c.on for c in old]), _mean([c.off for c in old]))
+            on = _mean([c.on for c in old])
+            self.before = (on, max(0.0, _mean([c.alone for c in old]) - on))
         elif self.declared is not None:
             busy, period = self.declared.busy.mean, self.declared.period.mean
             self.before = (busy, period - busy)
