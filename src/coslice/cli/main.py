@@ -671,6 +671,22 @@ def swap(
 
 
 @bench_app.command()
+def scale(
+    groups: Annotated[int, typer.Option(min=1)] = 1000,
+    jobs: Annotated[int, typer.Option(min=2, help="In all, each on a TCP connection of its own.")] = 10000,
+    rate: Annotated[float, typer.Option(min=1.0, help="Hand-overs a second, all groups together.")] = 200.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure.")] = 30.0,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
+) -> None:
+    """One orchestrator process under many groups and connections: hand-overs, memory, idle processor time."""
+    from coslice.cli.bench_scale import bench_scale
+
+    bench_scale(groups=groups, jobs=jobs, rate=rate, seconds=seconds, out=json)
+
+
+@bench_app.command()
 def driver(
     groups: Annotated[int, typer.Option(min=1, help="Groups, each with two jobs that take turns.")] = 100,
     seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure.")] = 5.0,

@@ -1,0 +1,196 @@
+"""``coslice bench scale``: one orchestrator process, thousands of groups, and a connection for every job.
+
+The orchestrator is real, with SQLite FULL and its journal, and alone in its process; what loads it runs in
+others (``bench_scale_load``), whose processor time is not counted. Keepalives are 30 s on both sides.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from coslice.cli.bench import _stop, _summary
+from coslice.cli.bench_scale_load import KEEPALIVE_S
+from coslice.cli.rpc import group_status
+from coslice.errors import OperationFailed
+
+PER_LOAD = 250
+"""Groups of one process of the load."""
+PER_NODE = 50
+GRACE_S = 10
+IDLE_S = 20.0
+console = Console(highlight=False)
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Loader:
+    """A process of the load."""
+
+    def __init__(self, address: str, first: int, groups: int, jobs: int) -> None:
+        self.group = f"g{first}"
+        nodes = max(1, groups // PER_NODE)
+        words = [address, *(str(n) for n in (first, groups, jobs, nodes))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "coslice.cli.bench_scale_load", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, do: str, **more: float) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise OperationFailed(f"a process of the load ended with status {self._process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def stop(self) -> None:
+        """As a machine that is cut off: its connections stay open, and nobody answers on them."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def bench_scale(*, groups: int, jobs: int, rate: float, seconds: float, out: Path | None) -> None:
+    """``jobs``: in all. ``rate``: hand-overs a second, all groups together."""
+    each = jobs // groups
+    if each < 2:
+        raise OperationFailed(f"{jobs} jobs in {groups} groups: a hand-over needs two jobs in each")
+    with tempfile.TemporaryDirectory(prefix="coslice-scale-") as folder, ExitStack() as stack:
+        per_load = min(PER_LOAD, max(1, groups // 3))
+        server, address = _serve(stack, Path(folder), groups, jobs)
+        loaders = []
+        for first in range(0, groups, per_load):
+            loaders.append(Loader(address, first, min(per_load, groups - first), each))
+            stack.callback(loaders[-1].kill)
+        began = time.monotonic()
+        connected = sum(a["jobs"] for a in _all(loaders, "connect"))
+        console.print(f"{connected:,} jobs are connected after {time.monotonic() - began:.0f} s")
+        idle = _idle(server)
+        period = groups / rate
+        before, wall = _cpu(server), time.monotonic()
+        for number, loader in enumerate(loaders):
+            loader.tell("run", seconds=seconds, period=period, offset=number * period / groups)
+        ran = [loader.answer() for loader in loaders]
+        busy = (_cpu(server) - before) / (time.monotonic() - wall)
+        rss = _rss(server)
+        figures: dict[str, Any] = {
+            "groups": groups,
+            "jobs": connected,
+            "rate": rate,
+            "handoff_ms": _summary([took for one in ran for took in one["took"]]),
+            "missed": sum(one["missed"] for one in ran),
+            "troubles": [trouble for one in ran for trouble in one["troubles"]],
+            "busy_cpu_pct": round(100 * busy, 1),
+            "idle_cpu_pct": round(100 * idle, 1),
+            "rss_mib": round(rss / (1 << 20), 1),
+            "keepalive_s": KEEPALIVE_S,
+            "lease_detection_s": _detection(address, loaders),
+            "load": os.getloadavg()[0],
+        }
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+    _print(figures)
+
+
+def _all(loaders: Sequence[Loader], do: str) -> list[dict[str, Any]]:
+    for loader in loaders:
+        loader.tell(do)
+    return [loader.answer() for loader in loaders]
+
+
+def _detection(address: str, loaders: Sequence[Loader]) -> dict[str, float]:
+    """After how long the lease of a holder ends whose process was killed, and of one that fell silent."""
+    found = {}
+    for loader, lose, name in zip(reversed(loaders), ("kill", "stop"), ("killed", "silent"), strict=False):
+        getattr(loader, lose)()
+        began = time.monotonic()
+        while _held(address, loader.group):  # an onlooker of a benchmark: nothing is measured meanwhile
+            time.sleep(0.25)
+        found[name] = round(time.monotonic() - began, 1)
+    return found
+
+
+def _held(address: str, name: str) -> bool:
+    return any(group.group == name and group.state == "held" for group in group_status(address, name).groups)
+
+
+def _serve(stack: ExitStack, state: Path, groups: int, jobs: int) -> tuple[int, str]:
+    limits = {
+        "max_sessions": jobs + 100,
+        "max_groups": groups + 1,
+        "keepalive": KEEPALIVE_S,
+        "session_grace": GRACE_S,
+    }
+    words = [word for name, value in limits.items() for word in ("--set", f"{name}={value}")]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "coslice.cli.main", "orchestrator", "--listen", "127.0.0.1:0", "--json"),
+            *("--policy", "fifo", "--state", str(state), "--log-level", "error", *words),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    stack.callback(_stop, process)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise OperationFailed(f"the orchestrator did not start; it ended with status {process.wait()}")
+    return process.pid, str(json.loads(line)["orchestrator"])
+
+
+def _cpu(pid: int) -> float:
+    """Seconds of processor time so far (proc(5), fields 14 and 15 of stat)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _idle(pid: int) -> float:
+    """Share of a core that it takes while nobody asks for anything."""
+    before, began = _cpu(pid), time.monotonic()
+    time.sleep(IDLE_S)  # a measurement over time
+    return (_cpu(pid) - before) / (time.monotonic() - began)
+
+
+def _rss(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _print(figures: dict[str, Any]) -> None:
+    took = figures["handoff_ms"]
+    table = Table(title=f"{figures['groups']:,} groups, {figures['jobs']:,} jobs", title_justify="left")
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_row(f"hand-over at {figures['rate']:g}/s, p50", f"{took['p50']:.1f} ms")
+    table.add_row("hand-over, p99", f"{took['p99']:.1f} ms")
+    table.add_row("hand-overs measured, moments missed", f"{took['n']:,}, {figures['missed']:,}")
+    table.add_row("processor, busy", f"{figures['busy_cpu_pct']:.0f} % of a core")
+    table.add_row("processor, idle", f"{figures['idle_cpu_pct']:.0f} % of a core")
+    table.add_row("memory", f"{figures['rss_mib']:,.0f} MiB")
+    found = figures["lease_detection_s"]
+    for name, after in found.items():
+        table.add_row(f"lease of a {name} holder ended after", f"{after:g} s")
+    console.print(table)
+    for trouble in figures["troubles"]:
+        console.print(f"[red]{trouble}[/red]")
