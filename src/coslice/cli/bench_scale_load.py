@@ -57,7 +57,7 @@ class Stream:
         if self.task is not None:
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
-        await self._channel.close()
+        await self._channel.close(None)
 
 
 class Job(Stream):
