@@ -121,51 +121,57 @@ async def test_the_state_of_a_job_decides_what_may_be_asked(node: Node) -> None:
     assert (await caller.ended(await caller.restore("job-a"))).status == up.OPERATION_STATUS_COMPLETE
 
 
-@pytest.mark.parametrize(
-    ("job", "config", "code"),
-    [
-        ("nobody", None, grpc.StatusCode.FAILED_PRECONDITION),
-        ("", None, grpc.StatusCode.INVALID_ARGUMENT),
-        ("job-a", up.BackendConfig(direct_memory={}), grpc.StatusCode.FAILED_PRECONDITION),
-        ("job-a", up.BackendConfig(memory_regions={}), grpc.StatusCode.FAILED_PRECONDITION),
-        ("job-a", app_channel(mode=7), grpc.StatusCode.INVALID_ARGUMENT),
-        ("shared", None, grpc.StatusCode.FAILED_PRECONDITION),
-    ],
-)
-async def test_what_fails_the_call(node: Node, job: str, config: Any, code: grpc.StatusCode) -> None:
+CALL_FAILS: list[tuple[str, Any, grpc.StatusCode]] = [
+    ("nobody", None, grpc.StatusCode.FAILED_PRECONDITION),
+    ("", None, grpc.StatusCode.INVALID_ARGUMENT),
+    ("job-a", up.BackendConfig(direct_memory={}), grpc.StatusCode.FAILED_PRECONDITION),
+    ("job-a", up.BackendConfig(memory_regions={}), grpc.StatusCode.FAILED_PRECONDITION),
+    ("job-a", app_channel(mode=7), grpc.StatusCode.INVALID_ARGUMENT),
+    ("shared", None, grpc.StatusCode.FAILED_PRECONDITION),
+]
+
+
+async def test_what_fails_the_call(node: Node) -> None:
     await node.start()
     await workload(node, "job-a", size=MIB)
     await node.workload("shared", group=GROUP, size=MIB)
     caller = Caller(node)
-    for call in (caller.snapshot, caller.restore):
-        assert await code_of(call(job, config)) is code
+    for job, config, code in CALL_FAILS:
+        assert await code_of(caller.snapshot(job, config)) is code, (job, config)
+        assert await code_of(caller.restore(job, config)) is code, (job, config)
     assert await code_of(caller.operation("already-running")) is grpc.StatusCode.NOT_FOUND
     assert await caller.states() == {"job-a": "RUNNING", "shared": "RUNNING"}
 
 
+OPERATION_FAILS: list[tuple[Any, str]] = [
+    (app_channel(mode=up.SUSPEND_MODE_DISCARD), "discard"),
+    (up.BackendConfig(app_endpoint={}), "app is not set"),
+    (up.BackendConfig(app_endpoint={"app": up.APP_VLLM}), "no endpoints"),
+]
+
+
 @pytest.mark.parametrize(
-    ("flags", "config", "words"),
+    ("flag", "fails"),
     [
-        (("--fail",), None, "RuntimeError: no"),
-        (("--lie",), None, "memory fell by"),
-        (("--modes", "1"), app_channel(mode=up.SUSPEND_MODE_DISCARD), "discard"),
-        ((), up.BackendConfig(app_endpoint={}), "app is not set"),
-        ((), up.BackendConfig(app_endpoint={"app": up.APP_VLLM}), "no endpoints"),
+        ("--fail", [(None, "RuntimeError: no")]),
+        ("--lie", [(None, "memory fell by")]),
+        ("--late", OPERATION_FAILS),
     ],
 )
 async def test_what_fails_the_operation_leaves_the_job_running(
-    node: Node, flags: tuple[str, ...], config: Any, words: str
+    node: Node, flag: str, fails: list[tuple[Any, str]]
 ) -> None:
     await node.start(orchestrator=None)
-    process, caller = await workload(node, "job-a", "--late", *flags), Caller(node)
+    process, caller = await workload(node, "job-a", "--late", "--modes", "1", flag), Caller(node)
     await process.do("fill")
-    failed = await caller.ended(await caller.snapshot("job-a", config))
-    assert failed.status == up.OPERATION_STATUS_FAILED
-    assert words in failed.error
-    assert not failed.HasField("storage_bytes")
-    assert await caller.states() == {"job-a": "RUNNING"}
-    await process.do("check")
-    assert any(said.get("intact") for said in process.said)
+    for config, words in fails:
+        failed = await caller.ended(await caller.snapshot("job-a", config))
+        assert failed.status == up.OPERATION_STATUS_FAILED
+        assert words in failed.error
+        assert not failed.HasField("storage_bytes")
+        assert await caller.states() == {"job-a": "RUNNING"}
+    process.tell("check")
+    assert (await process.until("checked"))["intact"]
 
 
 async def test_modes_and_tags_are_passed_on_and_defaults_resolved(node: Node) -> None:
@@ -197,6 +203,21 @@ async def test_a_broken_stream_fails_the_operation_and_what_had_left_goes_back(n
     async with asyncio.timeout(PATIENCE):
         while await caller.states() != {"job-a": "RUNNING"}:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+async def test_an_answer_that_comes_too_late_brings_the_state_back(node: Node) -> None:
+    """The operation has failed by then: the job runs on as it was."""
+    await node.start(orchestrator=None, move_timeout=0.5)
+    process, caller = await workload(node, "job-a", "--hold"), Caller(node)
+    failed = await caller.ended(await caller.snapshot("job-a"))
+    assert failed.status == up.OPERATION_STATUS_FAILED
+    assert "did not answer within" in failed.error
+    assert await caller.states() == {"job-a": "FAULTED"}
+    process.tell("go")
+    assert (await process.until("restored"))["intact"]
+    async with asyncio.timeout(PATIENCE):
+        while await caller.states() != {"job-a": "RUNNING"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 async def test_the_process_is_known_and_its_end_ends_the_job(node: Node) -> None:
