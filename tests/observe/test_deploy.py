@@ -148,6 +148,7 @@ def test_the_figures_that_were_asked_for_are_on_the_dashboard_or_alarm() -> None
         "coslice_info",  # joined by hand
         "coslice_decisions_total",  # for questions nobody had yet
         "coslice_groups",
+        "coslice_group_door_depth",
         "coslice_group_jobs",
         "coslice_group_residents",
         "coslice_group_lease_age_seconds",

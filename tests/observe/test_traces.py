@@ -15,6 +15,7 @@ from observe.conftest import GROUP, Machine
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from orchestrator.test_admission import says
 from orchestrator.world import World
 
 import coslice
@@ -108,8 +109,8 @@ class Lone:
     def __init__(self, stack: AsyncExitStack, spans: Spans) -> None:
         self._stack, self.spans, self.world = stack, spans, World(stack)
 
-    async def start(self, *, nodes: int = 1, **options: object) -> OrchestratorApp:
-        groups = (GroupConfig(id="pool"), GroupConfig(id="samplers"))
+    async def start(self, *, nodes: int = 1, admission: str = "off", **options: object) -> OrchestratorApp:
+        groups = (GroupConfig(id="pool", admission=admission), GroupConfig(id="samplers"))
         config = OrchestratorConfig(listen="127.0.0.1:0", stop_grace=0.2, groups=groups)
         self.world.app = OrchestratorApp(config, tracing=self.spans.tracing)
         await self.world.app.start()
@@ -166,6 +167,17 @@ async def test_a_request_for_two_groups_is_one_trace(lone: Lone) -> None:
     requests = lone.spans.named("coslice.acquire")
     assert {span.attributes["coslice.group"] for span in requests} == {"pool", "samplers"}
     assert len({span.context.trace_id for span in lone.spans}) == 1
+
+
+async def test_a_request_that_waited_at_the_door_is_traced_from_there(lone: Lone) -> None:
+    await lone.start(admission="enforce")
+    first = await lone.world.client("job-a", profile=says(60.0, 100.0))
+    await first.yielded(await first.acquire("pool"))
+    judged = await lone.world.client("job-b", profile=says(5.0, 200.0))
+    await judged.yielded(await judged.acquire("pool"))
+    roots = {span.attributes["coslice.job"]: span for span in lone.spans.named("coslice.acquire")}
+    assert roots.keys() == {"job-a", "job-b"}
+    assert "coslice.swap" in lone.spans.tree(roots["job-b"])
 
 
 @pytest.mark.parametrize("parent", ["nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "x" * 5000])

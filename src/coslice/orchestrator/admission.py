@@ -32,12 +32,17 @@ LOUD = frozenset({Code.REFUSED, Code.WARNED, Code.QUEUED, Code.EVICTED, Code.REO
 
 
 class _Knock:
-    """One request at the door. ``passed``: of a request for several groups, which waits for it in a task."""
+    """One request at the door. ``passed``: of a request for several groups, which waits for it in a task.
+    ``entering`` is called when it goes to the lock from here."""
 
     def __init__(
-        self, session: Session, event: ev.AcquireRequested, passed: "asyncio.Future[None] | None" = None
+        self,
+        session: Session,
+        event: ev.AcquireRequested,
+        passed: "asyncio.Future[None] | None" = None,
+        entering: Callable[[], object] = lambda: None,
     ) -> None:
-        self.session, self.event, self.passed = session, event, passed
+        self.session, self.event, self.passed, self.entering = session, event, passed, entering
 
 
 class Admissions:
@@ -98,14 +103,22 @@ class Admissions:
             self._enter(lock, [knock.event.job for knock in self._doors.get(lock, {}).values()])
             self._wardens.pop(lock, None)
 
-    def passes(self, session: Session, lock: GroupLock, event: ev.AcquireRequested) -> bool:
-        """May it go to the lock now? If not, it is refused, or waits at the door and goes there later."""
+    def passes(
+        self,
+        session: Session,
+        lock: GroupLock,
+        event: ev.AcquireRequested,
+        *,
+        entering: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """May it go to the lock now? If not, it is refused, or waits at the door and goes there later:
+        ``entering`` is called then."""
         answer = self._ask(session, lock, event)
         if isinstance(answer, Refuse):
             session.asked.pop(event.request, None)
             session.send(self._refusal(lock, event, answer.text))
         elif isinstance(answer, Wait):
-            self._knock(lock, _Knock(session, event))
+            self._knock(lock, _Knock(session, event, entering=entering))
         return isinstance(answer, Enter)
 
     async def passed(self, session: Session, lock: GroupLock, event: ev.AcquireRequested) -> None:
@@ -189,7 +202,12 @@ class Admissions:
                     if not knock.passed.done():
                         knock.passed.set_result(None)
                 elif knock.session.outbox is not None:  # else it asks again when it is back
+                    knock.entering()
                     lock.tell(replace(knock.event, at=now))
+
+    def at_door(self) -> dict[GroupId, int]:
+        """How many requests wait there."""
+        return {lock.id: len(door) for lock, door in self._doors.items()}
 
     # ── the door ───────────────────────────────────────────────────────────
 

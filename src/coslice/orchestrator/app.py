@@ -86,6 +86,7 @@ class _Shown(NamedTuple):
     sessions: Sessions
     agents: Agents
     journal: Journal
+    admission: Admissions
 
 
 class OrchestratorApp:
@@ -318,7 +319,7 @@ class OrchestratorApp:
         )
         self._observer.admission = admission.heard
         groups.start(saved, perform)
-        self._shown = _Shown(groups, sessions, agents, journal)
+        self._shown = _Shown(groups, sessions, agents, journal, admission)
         self._supervisor.start("admission", admission.run())
         service = OrchestratorService(
             instance=self.instance,
@@ -341,8 +342,10 @@ class OrchestratorApp:
 
         def of_groups() -> metrics.Taken:
             shown = self._shown
-            groups = () if shown is None else tuple(lock.state for lock in shown.groups)
-            return metrics.Taken(groups, LoopClock().now())
+            if shown is None:
+                return metrics.Taken((), LoopClock().now())
+            groups = tuple(lock.state for lock in shown.groups)
+            return metrics.Taken(groups, LoopClock().now(), shown.admission.at_door())
 
         def of_process() -> metrics.Process:
             if (shown := self._shown) is None:

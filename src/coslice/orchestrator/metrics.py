@@ -5,7 +5,7 @@ state keeps anyway are read when somebody asks. Decides nothing.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -63,6 +63,9 @@ STATE = Metric(
 QUEUE = Metric(
     "coslice_group_queue_depth", "gauge", "Jobs that wait, with the one being swapped in.", ("group",)
 )
+DOOR = Metric(
+    "coslice_group_door_depth", "gauge", "Requests that admission does not let to the lock yet.", ("group",)
+)
 OLDEST = Metric(
     "coslice_group_oldest_wait_seconds",
     "gauge",
@@ -110,7 +113,7 @@ MOVED = Metric(
 )
 OF_PROCESS = (LEADER, SESSIONS, AGENTS, JOURNAL_LOST)
 OF_GROUPS = (
-    *(GROUPS, STATE, QUEUE, OLDEST, LEASE_AGE, UNCONFIRMED, LOST),
+    *(GROUPS, STATE, QUEUE, DOOR, OLDEST, LEASE_AGE, UNCONFIRMED, LOST),
     *(NODES, RESIDENTS, BLOCKED, JOBS, HELD, SWAPS, MOVED),
 )
 
@@ -234,11 +237,13 @@ class Meter:
 class Taken(NamedTuple):
     groups: tuple[Group, ...]
     now: float
+    at_door: Mapping[GroupId, int] = {}
 
 
 def of_groups(taken: Taken) -> Iterator[Reading]:
     yield GROUPS, (), len(taken.groups)
     for group in taken.groups:
+        yield DOOR, (group.id,), taken.at_door.get(group.id, 0)
         yield from _of_group(group, taken.now)
 
 

@@ -7,6 +7,7 @@ its own.
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
@@ -88,10 +89,11 @@ class Verbs:
             return
         now, final = self._clock.now(), not session.confirms
         event = convert.acquire_event(session.who, message, at=now, more=False, final=final)
-        if not self._admission.passes(session, locks[0], event):
+        traced = functools.partial(self._traced, locks[0], event, message.traceparent)
+        if not self._admission.passes(session, locks[0], event, entering=traced):
             return
         try:
-            self._traced(locks[0], event, message.traceparent)
+            traced()
             await locks[0].post(event)
         except Rejected as error:
             session.asked.pop(request, None)
