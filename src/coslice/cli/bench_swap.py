@@ -125,7 +125,7 @@ def _elastic(size: int, rounds: int) -> dict[str, Any]:
     """Both are registered before either runs: one of them is set aside."""
     device = size
     need = device * 6 // 10
-    moved = _pair(rounds, device, [{"size": need - 8 * MIB}, {"size": need - 8 * MIB}], [need, need])
+    moved = _pair(rounds, device, [{"size": _within(need)}, {"size": _within(need)}], [need, need])
     return {
         "elastic_ratio": median(max(turn["bytes_in"], turn["bytes_out"]) for turn in moved) / device,
         "elastic_in": median(turn["bytes_in"] for turn in moved) / device,
@@ -134,15 +134,14 @@ def _elastic(size: int, rounds: int) -> dict[str, Any]:
 
 
 def _lora(size: int, rounds: int) -> dict[str, Any]:
-    """The other job needs all of the device that the frozen base leaves, but for a tenth of the adapter."""
+    """The other job fits beside the frozen base, and beside nothing of the adapter and its optimizer."""
     device = size
     base = device // 2
-    adapter = max(device // 32, 24 * MIB)
-    need = base + adapter + 4 * MIB
-    other = device - need + adapter * 9 // 10 - 2 * MIB
-    jobs = [{"size": adapter, "base": base}, {"size": other - 4 * MIB}]
+    trained = max(device // 32, 24 * MIB) // (3 * MIB) * 3 * MIB
+    need = base + trained * 4 // 3 + 4 * MIB
+    other = device - need + trained
+    jobs = [{"size": trained, "base": base}, {"size": _within(other)}]
     moved = _pair(rounds, device, jobs, [need, other])
-    trained = adapter // (3 * MIB) * 3 * MIB
     bytes_moved = median(max(turn["bytes_in"], turn["bytes_out"]) for turn in moved)
     return {
         "lora_bytes": bytes_moved,
@@ -150,6 +149,11 @@ def _lora(size: int, rounds: int) -> dict[str, Any]:
         "lora_state_bytes": base + trained,
         "lora_ratio": bytes_moved / trained,
     }
+
+
+def _within(need: int) -> int:
+    """State of a job that uses ``need`` bytes at most: gradients come in a step, a third more, and Python's."""
+    return (need - 8 * MIB) * 3 // 4
 
 
 def _pair(
