@@ -152,7 +152,7 @@ def _lora(size: int, rounds: int) -> dict[str, Any]:
 
 
 def _within(need: int) -> int:
-    """State of a job that uses ``need`` bytes at most: gradients come in a step, a third more, and Python's."""
+    """State of a job that uses ``need`` bytes at most: a step brings gradients, a third more."""
     return (need - 8 * MIB) * 3 // 4
 
 
