@@ -147,12 +147,12 @@ def test_the_bench_says_how_fast_and_with_how_many_processes(tmp_path: Path) -> 
 
 def test_what_admission_would_do_about_a_drift(tmp_path: Path) -> None:
     out, journal = tmp_path / "figures.json", tmp_path / "journal.jsonl"
-    drift = ["--drift", "math:2500:1.5", "--hours", "1.5", "--swap-s", "8"]
+    drift = ["--drift", "math:3300:1.5", "--hours", "1.7", "--swap-s", "8"]
     files = ["--json", str(out), "--journal", str(journal)]
     said = run("math=40/60", "code=40/60", *drift, "--admission", "enforce", *files)
     told = json.loads(out.read_text())["admission"]
     assert told["within"] >= 0.99
-    assert told["replanned_at"] > 2500
+    assert told["replanned_at"] > 3300
     assert told["jobs"]["code"]["queued_s"] > 0
     codes = [one["code"] for one in told["decisions"]]
     assert codes[-2:] == ["drifted", "queued"]

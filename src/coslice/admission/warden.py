@@ -28,7 +28,7 @@ from coslice.admission.model import (
     Wait,
 )
 from coslice.admission.outlook import Outlook, Player
-from coslice.admission.watch import KNOWN, ROLLING, Trail, Watch
+from coslice.admission.watch import KEEP, KNOWN, ROLLING, Trail, Watch
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.group_state import Group, Held, waiting
@@ -40,6 +40,8 @@ from coslice.profile.model import Pool
 REMEMBERED = 50
 REFUSED = 256
 """Starts of jobs that were refused, the latest: they stay refused."""
+AGAIN = (8, 24, KEEP)
+"""After so many cycles of a member everybody is judged again: more of them say more of how they scatter."""
 PERSISTS = 3
 """A bound counts as broken when so many rolling means in a row are above it."""
 MOST_CORRECTION = 1.3
@@ -48,7 +50,7 @@ MOST_CORRECTION = 1.3
 class _Seat:
     """One start of one job."""
 
-    __slots__ = ("above", "admitted", "correction", "fresh", "incarnation", "job", "met", "predicted",
+    __slots__ = ("above", "admitted", "correction", "incarnation", "job", "judged", "met", "predicted",
                  "queued_at", "queued_s", "reason", "since", "state")  # fmt: skip
 
     def __init__(self, job: JobId, incarnation: Incarnation, state: State) -> None:
@@ -58,8 +60,8 @@ class _Seat:
         self.above = self.since = 0
         """Rolling means in a row above the bound; cycles since the members or their order last changed."""
         self.correction = 1.0
-        self.fresh = True
-        """What it does was not seen for long yet: it is judged again when it was."""
+        self.judged = 0
+        """How many of ``AGAIN`` are behind it, since it came or changed."""
         self.admitted = state is State.SEATED
         self.met = False
         """The lock knows it."""
@@ -308,8 +310,8 @@ class Warden:
             return
         if seat.state is State.PROBATION and trail.known:
             self._to_judge = True
-        if seat.fresh and trail.settled and len(self._seats) > 1:
-            seat.fresh, self._to_judge = False, True
+        if seat.judged < len(AGAIN) and len(trail.cycles) >= AGAIN[seat.judged]:
+            seat.judged, self._to_judge = seat.judged + 1, self._to_judge or len(self._seats) > 1
         if trail.seen == seat.since:
             return  # within a cycle
         self._measure(seat, trail, at)
@@ -324,7 +326,7 @@ class Warden:
             f"{seat.job} has changed: a cycle was {before[0]:.1f} s on and {before[1]:.1f} s off, and is now "
             f"{on:.1f} s and {off:.1f} s, for {len(trail.cycles)} cycles",
         )
-        seat.fresh = True
+        seat.judged = 0
         for other in self._seats.values():
             other.correction = 1.0
         self._changed()

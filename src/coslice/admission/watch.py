@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from coslice.admission.drift import BASE, DriftTest
+from coslice.admission.drift import DriftTest
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.group_state import Group, Held, Occupancy, Swapping, waiting
@@ -84,11 +84,6 @@ class Trail:
     @property
     def known(self) -> bool:
         return len(self.cycles) >= KNOWN or self.declared is not None
-
-    @property
-    def settled(self) -> bool:
-        """Its present behaviour was seen for long enough to notice a change."""
-        return len(self.cycles) >= BASE
 
     def rolling(self, last: int = ROLLING) -> float | None:
         """The slowdown over its last cycles; None before there are so many."""
