@@ -29,6 +29,7 @@ class ReasonCode(StrEnum):
     UNCONFIRMED = "unconfirmed"
     SESSION_LOST = "session_lost"
     SESSION_EXPIRED = "session_expired"
+    SESSION_ENDED = "session_ended"
     SESSION_RESUMED = "session_resumed"
     OVERRAN = "overran"
     FROZEN = "frozen"  # in the middle of a phase, and queued

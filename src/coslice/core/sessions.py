@@ -55,7 +55,8 @@ def heard_from(turn: Turn, session: SessionId) -> None:
 
 
 def ended(turn: Turn, session: SessionId, why: str, *, tell: bool) -> None:
-    """Its waiters and leases end now. ``tell``: say so on the session, should it turn up again."""
+    """Its waiters and leases end now. ``tell``: say so on the session, should it turn up again; not if it
+    said so itself."""
     record = _record_of(turn, session)
     if record is None:
         return
@@ -71,7 +72,8 @@ def ended(turn: Turn, session: SessionId, why: str, *, tell: bool) -> None:
     turn.set(lost=tuple(s for s in turn.group.lost if s.session != session))
     asks = turn.take_asks(session=session)
     waiting = f", {len(asks)} request(s) of it are removed" if asks else ""
-    turn.say(ReasonCode.SESSION_EXPIRED, f"session {session} of {job} is over: {why}{waiting}")
+    code = ReasonCode.SESSION_EXPIRED if tell else ReasonCode.SESSION_ENDED  # as it should
+    turn.say(code, f"session {session} of {job} is over: {why}{waiting}")
     if (held := lease_with(turn.group, job)) is not None:
         lease.settle(turn, turn.take_back(held, why, session=session, tell=tell))
 
