@@ -3,11 +3,17 @@
 import asyncio
 import json
 import os
+import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agent.conftest import GROUP, MIB, PATIENCE, Node, Process, contexts
+
+from coslice.agent.buffers import BufferServer, HostBuffers
+from coslice.agent.tickets import Tickets
+from coslice.workload.shared import SharedCopy
 
 SCRIPT = Path(__file__).with_name("frozen_job.py")
 BASE, ADAPTER = 40, 8
@@ -134,3 +140,62 @@ async def test_dropped_weights_that_changed_on_disk_lose_that_job_and_no_other(n
     assert contexts(lost.residency)["job-b"] == "LOST"
     assert (await node.orchestrator.make_resident(GROUP, "job-a", 5)).done.op
     assert before != await digest(jobs["job-a"])
+
+
+@dataclass
+class Member:
+    buffer: str
+    sleeps: bool = False
+
+
+async def test_a_copy_is_given_only_to_registered_processes_that_name_it_and_taken_only_if_sealed(
+    tmp_path: Path,
+) -> None:
+    buffers = HostBuffers(10 * MIB)
+    members = {"first": Member("g/a/1"), "second": Member("g/b/2")}
+    path = tmp_path / "b.sock"
+    server = BufferServer(path, buffers, lambda token, pid: members.get(token), Tickets(uid=os.getuid()))
+    await server.start()
+    name, other = "a" * 64, "b" * 64
+
+    async def ask(token: str, digest: str, size: int = 4 * MIB, fd: int | None = None, **said: bool) -> Any:
+        def call() -> Any:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(PATIENCE)
+                connection.connect(str(path))
+                line = json.dumps({"token": token, "share": digest, "bytes": size, **said}).encode() + b"\n"
+                socket.send_fds(connection, [line], [] if fd is None else [fd])
+                data, fds, _, _ = socket.recv_fds(connection, 65536, 1)
+            inodes = [os.fstat(each).st_ino for each in fds]
+            for each in fds:
+                os.close(each)
+            return json.loads(data).get("code", ""), inodes
+
+        return await asyncio.to_thread(call)
+
+    def copy(*, sealed: bool = True, size: int = 4 * MIB) -> int:
+        if sealed:
+            return os.dup(SharedCopy.make(size, lambda address: None).fd)
+        fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        return fd
+
+    made, again = copy(), copy()
+    assert await ask("first", name) == ("", [])  # nobody has made it: make it
+    assert await ask("first", name, fd=copy(sealed=False)) == ("INVALID", [])
+    assert await ask("first", name, size=MIB, fd=made) == ("INVALID", [])
+    assert buffers.held == 0
+    assert await ask("first", name, fd=made) == ("", [])
+    there = ("", [os.fstat(made).st_ino])
+    assert await ask("second", name, fd=again) == there  # made twice at once: the first one counts
+    assert buffers.held == 4 * MIB
+    assert await ask("nobody", name) == ("INVALID", [])
+    assert await ask("second", name[:-1]) == ("INVALID", [])
+    assert await ask("second", name, size=MIB) == ("INVALID", [])
+    assert await ask("second", other, size=7 * MIB) == ("NO_ROOM", [])
+    buffers.leave_shared("g/a/1")
+    assert await ask("second", name) == there
+    buffers.leave_shared("g/b/2")
+    assert buffers.held == 0
+    await server.stop()
+    buffers.close()
