@@ -126,6 +126,15 @@ async def test_only_the_holder_may_yield_and_a_free_lock_may_be_yielded_by_anybo
     assert (await up_.give("job-a")).success, "a retry of a yield whose answer was lost"
 
 
+async def test_a_grant_waits_for_no_confirmation(world: World, callers: list[Caller]) -> None:
+    up_, _ = await started(world, callers, confirm_timeout=0.05)
+    await up_.acquire("job-a")
+    await asyncio.sleep(0.3)
+    assert (await up_.status()).group.locking_job == "job-a"
+    await up_.give("job-a")
+    await up_.acquire("job-b")
+
+
 async def test_ids_that_are_empty_or_unknown(world: World, callers: list[Caller]) -> None:
     up_, _ = await started(world, callers)
     assert await code_of(up_.acquire("", "pool")) is grpc.StatusCode.INVALID_ARGUMENT

@@ -193,6 +193,17 @@ async def test_all_that_is_queued_shares_one_save_and_acts_in_order() -> None:
 
 
 @virtual
+async def test_what_is_told_right_after_a_put_shares_its_save() -> None:
+    rig = Rig().start()
+    await asyncio.sleep(1)
+    put = rig.driver.put(Add(1))
+    rig.driver.tell(Add(10))
+    await put
+    assert (rig.store.saves, rig.said) == (1, [1, 11])
+    await rig.stop()
+
+
+@virtual
 async def test_events_posted_before_run_are_served() -> None:
     rig = Rig()
     rig.driver.tell(Add(1))
