@@ -3,15 +3,27 @@
 Real orchestrator, agent, workload processes and clients; the spans end in memory instead of at a collector.
 """
 
+import asyncio
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
+import grpc.aio
 import opentelemetry.trace
 import pytest
 from agent.conftest import MIB
 from observe.conftest import GROUP, Machine
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -216,3 +228,43 @@ def test_what_a_process_began_in_an_earlier_term_is_over_when_it_leads_again(spa
 def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"--otlp.*http://127.0.0.1:4317"):
         Exporting(endpoint, service="coslice")
+
+
+class Collector(TraceServiceServicer):
+    def __init__(self) -> None:
+        self.got: list[tuple[str, str]] = []
+
+    async def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
+        for each in request.resource_spans:
+            names = {a.key: a.value.string_value for a in each.resource.attributes}
+            self.got += [(names["service.name"], s.name) for scope in each.scope_spans for s in scope.spans]
+        return ExportTraceServiceResponse()
+
+
+async def test_spans_reach_a_collector_before_the_process_ends() -> None:
+    collector, server = Collector(), grpc.aio.server()
+    add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        exporting = Exporting(f"http://127.0.0.1:{port}", service="coslice-orchestrator")
+        exporting.begin("coslice.acquire").end()
+        await asyncio.to_thread(exporting.close)
+    finally:
+        await server.stop(0)
+    assert collector.got == [("coslice-orchestrator", "coslice.acquire")]
+
+
+def test_a_collector_that_never_answers_keeps_no_process_from_ending() -> None:
+    """However long OpenTelemetry itself goes on: it does, and the process ends all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        code = (
+            "from coslice.observe.tracing import Exporting\n"
+            f"exporting = Exporting('http://127.0.0.1:{silent.getsockname()[1]}', service='coslice')\n"
+            "exporting.begin('coslice.acquire').end()\n"
+            "exporting.close()\n"
+            "import sys, threading\n"
+            "sys.exit(all(thread.name != 'last-spans' for thread in threading.enumerate()))\n"
+        )
+        patient = {**os.environ, "OTEL_EXPORTER_OTLP_TIMEOUT": "3600"}
+        assert subprocess.run([sys.executable, "-c", code], env=patient, timeout=60).returncode == 0

@@ -5,6 +5,7 @@ Parents travel as W3C Trace Context (``traceparent``) in the messages that are s
 """
 
 import logging
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer, TracerProvider
 
 log = logging.getLogger(__name__)
+FAREWELL_S = 2.0
 MAX_PARENT = 64
 """A traceparent of version 00 has 55 characters; what is longer is no parent."""
 Attributes = Mapping[str, str | int | float | bool]
@@ -80,10 +82,13 @@ class Exporting(Tracing):
             raise ConfigError(
                 f"--otlp needs OpenTelemetry ({error.name} is missing): pip install 'coslice[otel]'"
             ) from None
-        self._provider = TracerProvider(resource=Resource.create({"service.name": service}))
+        resource = Resource.create({"service.name": service})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         super().__init__(self._provider)
 
     def close(self) -> None:
-        """Sends what is left. Blocks for some seconds if nobody takes it."""
-        self._provider.shutdown()
+        """Sends what is left. Blocks, for ``FAREWELL_S`` at most: nobody may be there to take it."""
+        last = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        last.start()
+        last.join(FAREWELL_S)
