@@ -183,3 +183,13 @@ def test_a_prediction_is_the_planners() -> None:
         told = predict(units, turns=400)
         for player, slowdown in zip(players, told.slowdown, strict=True):
             assert seen.slowdown[player.job] == pytest.approx(slowdown, rel=0.02)
+
+
+def test_who_would_never_get_a_turn_does_not_fit() -> None:
+    """However short the one is and however long the other: there is an answer."""
+    profiles = [says("short", 0.4, 0.9), says("long", 900.0, 3600.0)]
+    players = tuple(Player(job=JobId(p.name), profile=p, bound=1.25) for p in profiles)
+    for policy in ("fifo", "reservation", "reservation:idle=0.5"):
+        assert not outlook(players, policy=policy, swap_s=1.0).fits(players)
+    plan = arrange(Question(players=players, policy="fifo", base="fifo", swap_s=1.0))
+    assert plan.drop == ("long",)

@@ -254,3 +254,10 @@ def test_a_job_that_drifts_alone_is_slowed_down_by_nobody(part: str, staleness: 
     steady = replace(job, drift=())
     before = simulate(Scenario(pools=(Pool(name="pool"),), jobs=(steady,), until=5000.0))
     assert (told.steps < before.jobs["a"].steps) or (staleness and part == "on")
+
+
+def test_a_job_that_ends_no_whole_step_within_the_window_has_no_figures() -> None:
+    slow = Job(name="a", loop=((Stretch(400.0, "pool"),), (Stretch(9000.0, "pool"),)))
+    report = simulate(Scenario(pools=(POOL,), jobs=(slow,), until=1000.0, warmup=500.0))
+    assert report.jobs == {}
+    assert report.slowdown == {}

@@ -121,6 +121,8 @@ def _job(engine: Engine, run: Run) -> JobReport | None:
     first = next((k for k, end in enumerate(run.ends) if end > begin), len(run.ends))
     if begin > run.arrival:
         first += 1  # the step under way when the window opened is not whole
+    if first >= len(run.ends):
+        return None
     ends = [run.ends[first - 1] if first else run.arrival, *run.ends[first:]]
     if len(ends) < 2:
         return None
