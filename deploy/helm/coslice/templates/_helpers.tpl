@@ -1,0 +1,104 @@
+{{- define "coslice.name" -}}
+{{- if contains "coslice" .Release.Name }}{{ .Release.Name | trunc 30 | trimSuffix "-" }}{{ else }}{{ printf "%s-coslice" .Release.Name | trunc 30 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- define "coslice.labels" -}}
+app.kubernetes.io/name: coslice
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- /* Of a part: (list . "agent") */ -}}
+{{- define "coslice.selector" -}}
+{{- $top := index . 0 -}}
+app.kubernetes.io/name: coslice
+app.kubernetes.io/instance: {{ $top.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{- define "coslice.tag" -}}
+{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{- define "coslice.peers" -}}
+{{ include "coslice.name" . }}-peers.{{ .Release.Namespace }}.svc
+{{- end }}
+
+{{- define "coslice.orchestratorCert" -}}
+{{- if eq .Values.tls.source "secret" }}{{ .Values.tls.orchestratorSecret }}{{ else }}{{ include "coslice.name" . }}-orchestrator-tls{{ end }}
+{{- end }}
+
+{{- define "coslice.agentCert" -}}
+{{- if eq .Values.tls.source "secret" }}{{ .Values.tls.agentSecret }}{{ else }}{{ include "coslice.name" . }}-agent-tls{{ end }}
+{{- end }}
+
+{{- define "coslice.tokenSecret" -}}
+{{ .Values.tokens.secret | default (printf "%s-tokens" (include "coslice.name" .)) }}
+{{- end }}
+
+{{- define "coslice.agentsPort" -}}
+{{ ternary 50051 50052 .Values.insecure }}
+{{- end }}
+
+{{- define "coslice.store" -}}
+{{- $store := .Values.orchestrator.store -}}
+{{- $prefix := $store.etcd.prefix | default (printf "%s/%s" .Release.Namespace (include "coslice.name" .)) -}}
+{{- if eq $store.type "kubernetes" -}}
+kubernetes://{{ .Release.Namespace }}/{{ include "coslice.name" . }}
+{{- else if eq $store.type "sqlite" -}}
+sqlite:/var/lib/coslice/state/orchestrator.db
+{{- else if $store.etcd.tlsSecret -}}
+etcd+tls://{{ join "," $store.etcd.endpoints }}/{{ $prefix }}?ca=/etc/coslice/etcd/ca.crt&cert=/etc/coslice/etcd/tls.crt&key=/etc/coslice/etcd/tls.key
+{{- else -}}
+etcd://{{ join "," $store.etcd.endpoints }}/{{ $prefix }}
+{{- end -}}
+{{- end }}
+
+{{- define "coslice.settings" -}}
+{{- range $name, $value := . }}
+- {{ printf "--set=%s=%v" $name $value | quote }}
+{{- end }}
+{{- end }}
+
+{{- /* What the schema cannot say, because it concerns two values at once. */ -}}
+{{- define "coslice.check" -}}
+{{- $o := .Values.orchestrator -}}
+{{- if and (eq $o.store.type "sqlite") (gt (int $o.replicas) 1) -}}
+{{- fail "orchestrator.store.type=sqlite is one process's own: set orchestrator.replicas to 1, or use the store kubernetes or etcd" -}}
+{{- end -}}
+{{- if and (eq $o.store.type "etcd") (not $o.store.etcd.endpoints) -}}
+{{- fail "orchestrator.store.type=etcd needs orchestrator.store.etcd.endpoints, for example {etcd-0.etcd:2379}" -}}
+{{- end -}}
+{{- if and (eq $o.store.type "etcd") (not $o.store.etcd.tlsSecret) (not .Values.insecure) -}}
+{{- fail "orchestrator.store.type=etcd would be written to in the clear: set orchestrator.store.etcd.tlsSecret, or insecure" -}}
+{{- end -}}
+{{- if not .Values.insecure -}}
+{{- if and (eq .Values.tls.source "secret") (not .Values.tls.orchestratorSecret) -}}
+{{- fail "tls.source=secret needs tls.orchestratorSecret (keys tls.crt, tls.key, ca.crt)" -}}
+{{- end -}}
+{{- if and (eq .Values.tls.source "secret") .Values.agent.enabled (not .Values.tls.agentSecret) -}}
+{{- fail "tls.source=secret needs tls.agentSecret (keys ca.pem, and NODE.pem, NODE.key for each node), or agent.enabled=false" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.metrics.serviceMonitor.enabled (not .Values.insecure) (not .Values.metrics.serviceMonitor.tokenSecret.name) -}}
+{{- fail "metrics ask for a token: put one (coslice token create --role read) into a secret and name it in metrics.serviceMonitor.tokenSecret.name" -}}
+{{- end -}}
+{{- end }}
+
+{{- /* With "cert" and "key" beside the values: whose CA. Certificates name localhost; Prometheus dials pods by number. */ -}}
+{{- define "coslice.endpoint" -}}
+{{- $m := .Values.metrics.serviceMonitor }}
+- port: http
+  path: /metrics
+  interval: {{ $m.interval }}
+  {{- if not .Values.insecure }}
+  scheme: https
+  tlsConfig:
+    ca: {secret: {name: {{ .cert }}, key: {{ .key }}}}
+    serverName: localhost
+  authorization:
+    credentials: {name: {{ $m.tokenSecret.name }}, key: {{ $m.tokenSecret.key }}}
+  {{- end }}
+{{- end }}
