@@ -10,6 +10,8 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import grpc.aio
 import msgspec
@@ -25,6 +27,7 @@ from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import BufferServer, HostBuffers
 from coslice.agent.config import (
     AgentConfig,
+    Follow,
     GroupDevices,
     accelerator,
     buffer_socket,
@@ -38,14 +41,16 @@ from coslice.agent.members import Member, Members
 from coslice.agent.metrics import OF_NODE, Meter, of_node
 from coslice.agent.named import NamedProcesses
 from coslice.agent.occupancy import Occupancy
-from coslice.agent.registry import Registry
+from coslice.agent.registry import RegistrationRefused, Registry
 from coslice.agent.service import AgentService
 from coslice.agent.tickets import Tickets
 from coslice.agent.tiers.disk import DiskTier
+from coslice.agent.topology.place import parse_place
 from coslice.agent.upstream import UpstreamService
 from coslice.agent.upstream_ledger import Ledger
 from coslice.agent.upstream_operations import Operations
-from coslice.core.ids import GroupId, JobId
+from coslice.core.holdings import Holdings
+from coslice.core.ids import GroupId, Incarnation, JobId
 from coslice.errors import ConfigError
 from coslice.observe.board import Board
 from coslice.observe.metric import Reading, Source
@@ -89,6 +94,18 @@ SERVER_OPTIONS = (
 )
 
 
+HOLDINGS = "holdings/"
+
+
+class _Parts(NamedTuple):
+    """What every group of this node shares."""
+
+    store: Store
+    found: dict[str, tuple[bytes, int]]
+    buffers: HostBuffers
+    backend: Backends
+
+
 class Baselines(msgspec.Struct):
     """What each process had before its state, by ``Member.buffer``: it cannot be measured again later."""
 
@@ -123,6 +140,11 @@ class AgentApp:
         self._baseline_slot: Slot[Baselines] | None = None
         self._baselines_changed = asyncio.Event()
         self._address = ""
+        self._parts: _Parts
+        self._running: dict[GroupId, tuple[asyncio.Task[object], ...]] = {}
+        self._slots: dict[GroupId, Slot[Holdings]] = {}
+        self._left: dict[GroupId, Holdings] = {}
+        """Of groups that were served and are not any more: their epochs count when they come back."""
 
     @property
     def address(self) -> str:
@@ -184,8 +206,9 @@ class AgentApp:
         )
         self._baselines = self._baseline_slot.state() or Baselines()
         exits.callback(self._forget_members)
-        for devices in config.groups:
-            self._add_group(_measured_device(devices), store, found, buffers, backend)
+        self._parts = _Parts(store, found, buffers, backend)
+        for devices in self._served_at_start(found):
+            self._add_group(_measured_device(devices))
         tickets = Tickets(uid=os.getuid())
         registry = Registry(
             config,
@@ -206,12 +229,10 @@ class AgentApp:
         log.debug("buffers are handed over in %s", runtime)
         await socket.start()
         exits.push_async_callback(socket.stop)
-        for group in self.groups.values():
-            exits.push_async_callback(group.close)
+        exits.push_async_callback(self._close_groups)
         exits.push_async_callback(self._supervisor.stop)
         for group in self.groups.values():
-            self._supervisor.start(f"group {group.id}", group.driver.run())
-            self._supervisor.start(f"sampler {group.id}", group.sampler.run())
+            self._run_group(group)
         self._supervisor.start("baselines", self._save_baselines())
         if accelerator(self.config) == "cuda":
             self._supervisor.start("occupancy", self._occupancy.run())
@@ -244,24 +265,91 @@ class AgentApp:
                 command=self._on_command,
             )
             self._supervisor.start("link", self._link.run())
+        if config.follow is not None:
+            self._follow(config.follow, registry)
 
-    def _add_group(
-        self,
-        devices: GroupDevices,
-        store: Store,
-        found: dict[str, tuple[bytes, int]],
-        buffers: HostBuffers,
-        backend: Backends,
-    ) -> None:
-        key = f"holdings/{devices.group}"
-        slot = Slot(store, key, CODEC, found.get(key))
+    # ── groups come and go ─────────────────────────────────────────────────
+
+    def _served_at_start(self, found: Mapping[str, tuple[bytes, int]]) -> Iterator[GroupDevices]:
+        """With labels to follow: those that hold something of the last agent's, until labels are read."""
+        if self.config.follow is None:
+            yield from self.config.groups
+            return
+        for key in sorted(found):
+            name = key.removeprefix(HOLDINGS)
+            if name != key and any(context.members for context in CODEC.decode(found[key][0]).contexts):
+                yield self._devices_of(GroupId(name))
+
+    def _devices_of(self, group: GroupId) -> GroupDevices:
+        assert self.config.follow is not None
+        said = next((devices for devices in self.config.groups if devices.group == group), None)
+        return said or replace(self.config.follow.default, group=group)
+
+    def _follow(self, follow: Follow, registry: Registry) -> None:
+        from coslice.agent.topology.kubernetes import NodeTopology
+        from coslice.agent.topology.placing import Placed, Placing
+
+        async def place(it: Placed, incarnation: Incarnation) -> str:
+            try:
+                await registry.place(self.groups[it.group], it.job, it.pid, it.started, incarnation)
+            except RegistrationRefused as refusal:
+                return str(refusal)
+            return ""
+
+        whole = self.backends.capabilities().whole_process
+        placing = Placing(
+            self.members, serve=self._serve_groups, place=place, release=registry.release, whole=whole
+        )
+        topology = NodeTopology(parse_place(follow.place), self.config.node, heard=placing.heard)
+        self._supervisor.start("placing", placing.run())
+        self._supervisor.start("topology", topology.run())
+
+    async def _serve_groups(self, wanted: frozenset[GroupId]) -> frozenset[GroupId]:
+        """These, and those that still hold something. Returns all that are served now."""
+        before = set(self.groups)
+        for name in sorted(wanted - before):
+            devices = await asyncio.to_thread(_measured_device, self._devices_of(name))
+            self._add_group(devices)
+            self._run_group(self.groups[name])
+            log.info("node %s serves group %s now", self.config.node, name)
+        for name in sorted(before - wanted):
+            if await (group := self.groups[name]).is_empty():
+                await self._drop_group(group)
+                log.info("node %s does not serve group %s any more", self.config.node, name)
+        if set(self.groups) != before and self._link is not None:
+            self._link.renew()
+        return frozenset(self.groups)
+
+    def _run_group(self, group: ServedGroup) -> None:
+        self._running[group.id] = (
+            self._supervisor.start(f"group {group.id}", group.driver.run()),
+            self._supervisor.start(f"sampler {group.id}", group.sampler.run()),
+        )
+
+    async def _drop_group(self, group: ServedGroup) -> None:
+        del self.groups[group.id]
+        tasks = self._running.pop(group.id)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        self._left[group.id] = group.driver.state
+        await group.close()
+
+    async def _close_groups(self) -> None:
+        for group in self.groups.values():
+            await group.close()
+
+    def _add_group(self, devices: GroupDevices) -> None:
+        store, found, buffers, backend = self._parts
+        key = f"{HOLDINGS}{devices.group}"
+        slot = self._slots.setdefault(devices.group, Slot(store, key, CODEC, found.get(key)))
         self.groups[devices.group] = ServedGroup(
             devices,
             self.config,
             holdings=holdings_for(
                 self.config,
                 devices,
-                slot.state(),
+                self._left.pop(devices.group, None) or slot.state(),
                 now=self._clock.now(),
                 move_seconds=backend.deadline(devices.device_budget),
             ),

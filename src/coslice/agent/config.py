@@ -9,6 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from coslice.agent.topology.place import parse_place
 from coslice.core.ids import GroupId, NodeId, check_name
 from coslice.errors import ConfigError
 from coslice.security import listening
@@ -34,6 +35,15 @@ class GroupDevices(Struct, frozen=True, kw_only=True):
     """The host accelerator's cores. Told to workloads, which pin their sections; the agent pins nothing."""
 
 
+class Follow(Struct, frozen=True, kw_only=True):
+    """A cluster whose labels are followed."""
+
+    place: str
+    """``kubernetes``, as for ``--topology``."""
+    default: GroupDevices
+    """For groups of which nothing is said; its name means nothing."""
+
+
 class AgentConfig(Struct, frozen=True, kw_only=True):
     node: NodeId
     state_dir: str
@@ -49,6 +59,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     groups: tuple[GroupDevices, ...] = ()
     accelerator: str = "host"
     """Of a node without groups: ``host`` or ``cuda``. Where there are groups, they say."""
+    follow: Follow | None = None
+    """Then labels say which groups are served, and ``groups`` only what is said of some."""
     orchestrator: str | None = None
     """``host:port`` to dial; None: direct API only."""
     listen: str = DEFAULT_LISTEN
@@ -104,6 +116,15 @@ def validate(config: AgentConfig) -> None:
     host, _ = split_address(config.listen, example=DEFAULT_LISTEN)
     security = listening.Security(config.tls, config.token_secret, config.allow_remote)
     listening.check("agent", config.listen, host, security)
+    if (
+        config.follow is not None
+        and parse_place(config.follow.place).in_the_clear
+        and not config.allow_remote
+    ):
+        raise ConfigError(
+            f"{config.follow.place} would be read over the network in the clear: give https:// and its ca, "
+            "or say --insecure"
+        )
     if config.orchestrator is not None:
         addresses_of(config.orchestrator)
     if config.host_budget <= 0:

@@ -465,6 +465,11 @@ class ServedGroup:
 
     # ── life ───────────────────────────────────────────────────────────────
 
+    async def is_empty(self) -> bool:
+        """Is nothing of any job here that could be needed again?"""
+        await self.driver.post(ev.DeadlinePassed(at=self._clock.now()))  # what was told before is done then
+        return not (self._members.of_group(self.id) or self._tasks or self.driver.state.running)
+
     async def close(self) -> None:
         if self._calling_off is not None:
             self._calling_off.cancel()

@@ -64,6 +64,8 @@ class Link:
         self._echoes: dict[int, asyncio.Future[None]] = {}
         self._echo = 0
         self._backoff = BACKOFF_MIN
+        self._call: grpc.aio.Call | None = None
+        self._renewing = False
 
     @property
     def address(self) -> str:
@@ -91,6 +93,12 @@ class Link:
     def send(self, message: pb.AgentMessage) -> None:
         if self._outbox is not None:
             self._outbox.put_nowait(message)
+
+    def renew(self) -> None:
+        """Say hello again: what this node serves has changed."""
+        if self._call is not None:
+            self._renewing = True
+            self._call.cancel()
 
     async def run(self) -> None:
         while True:
@@ -149,7 +157,7 @@ class Link:
             log.warning("cannot show a token to the orchestrator: %s", error)
             self._outbox = None
             return False, None
-        call = stub.Attach(_Messages(outbox), metadata=metadata)
+        call = self._call = stub.Attach(_Messages(outbox), metadata=metadata)
         welcomed = False
         trailers: Iterable[Any] | None = None
         try:
@@ -166,8 +174,12 @@ class Link:
             level = logging.INFO if error.code() is grpc.StatusCode.UNAVAILABLE else logging.WARNING
             log.log(level, "lost the orchestrator at %s: %s", self.address, error.details())
             trailers = error.trailing_metadata()
+        except asyncio.CancelledError:
+            if not self._renewing:
+                raise
         finally:
-            self._outbox = None
+            self._outbox = self._call = None
+            self._renewing = False
             self.attached.clear()
             for number in tuple(self._echoes):
                 self._echoed(number)

@@ -97,6 +97,8 @@ class Member:
     """Told when ``given`` or ``ahead`` changed."""
     admitted: bool = False
     """Its group knows of it, so it is on the device or parked; before, its memory is its own."""
+    placed: bool = False
+    """It registered nothing: labels of its pod say whose it is."""
     announced: bool = False
     """This agent instance has told the group of it (not yet for one that only the store remembers)."""
     device: str = "host"

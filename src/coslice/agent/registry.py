@@ -30,6 +30,8 @@ from coslice.wire.v1 import coslice_pb2 as pb
 log = logging.getLogger(__name__)
 
 TOKEN_MAX = 200
+PLACED = "pod-"
+"""How incarnations begin whose processes were placed."""
 
 
 class RegistrationRefused(Exception):
@@ -77,6 +79,8 @@ class Registry:
         self._check(message)
         self._check_owner(message.pid)
         group, job = GroupId(message.group), JobId(message.job)
+        if message.incarnation:  # a start of its own; without, it joins those that were placed
+            self._release_placed(group, job)
         incarnation = self._incarnation(message)
         known = self._members.get(group, member_id(job, incarnation, message.pid, message.start_time))
         if known is not None:
@@ -90,10 +94,42 @@ class Registry:
             except BaseException:
                 self._drop(member)
                 raise
+        self._release_placed(group, job)
         # Not before: the process may acquire next, and be granted without its state by somebody who has not
         # heard that it was set aside.
         await self._heard()
         channel.send(pb.WorkloadCommand(admitted=pb.Admitted()))
+
+    async def place(
+        self, group: ServedGroup, job: JobId, pid: int, started: int, incarnation: Incarnation
+    ) -> None:
+        """Make a member of a process that labels say is the job's, for the node's own backend, which does
+        without its help. Raises ``RegistrationRefused``."""
+        self._check_limits(group.id, job)
+        self._check_incarnation(group.id, job, incarnation)
+        device = group.devices.accelerator
+        message = pb.Register(
+            job=job, group=group.id, pid=pid, start_time=started, device=device, modes=("offload",)
+        )
+        member = self._new(message, incarnation)
+        member.placed = True
+        try:
+            await self._announce(member, group)
+        except BaseException:
+            self._drop(member)
+            raise
+        self._remember(member)
+
+    def release(self, member: Member, reason: str) -> None:
+        """It is the job's no longer, whether or not it has ended."""
+        self._drop(member)
+        if (group := self._groups.get(member.group)) is not None:
+            group.gone(member.job, member.id, reason)
+
+    def _release_placed(self, group: GroupId, job: JobId) -> None:
+        for member in self._members.of_job(group, job):
+            if member.placed:
+                self.release(member, "processes of its job registered themselves")
 
     def adopt(self, job: str, pids: Sequence[int], backend: str) -> None:
         """Make members of processes that did not register, for a backend that does without their help. By
@@ -148,6 +184,7 @@ class Registry:
             unkept=stored.unkept,
             away=int(stored.part),  # how much, it says when it is back
             device=group.devices.accelerator,
+            placed=incarnation.startswith(PLACED) and not stored.bytes,
         )
         member.parked = member.parked or self._backend.holds([member])
         if not self._watch(member):
@@ -249,7 +286,7 @@ class Registry:
         if message.incarnation:
             return Incarnation(fingerprint.incarnation(message.incarnation))
         for member in self._members.of_job(GroupId(message.group), JobId(message.job)):
-            if member.incarnation.startswith("self-"):
+            if member.placed or member.incarnation.startswith("self-"):
                 return member.incarnation
         return Incarnation(f"self-{message.pid}-{message.start_time}")
 
@@ -366,6 +403,7 @@ class Registry:
         member.state_bytes, member.need, member.parked, member.away, member.unkept, member.bases = says
         member.modes = tuple(message.modes) or ("offload",)
         member.rank, member.device, member.backend = message.rank, message.device or "host", message.backend
+        member.placed = False
         moving = member.moving
         self._open(member, channel)
         group = self._groups.get(member.group)

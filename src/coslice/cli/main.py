@@ -354,6 +354,15 @@ def agent(
         list[str] | None, typer.Option("--group", "-g", metavar="NAME[:cpus=1,2][:memory=SIZE]")
     ] = None,
     groups: GroupsFile = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            metavar="kubernetes|slurm",
+            help="Where node and groups are read from. [b]kubernetes[/b]: labels of this node and of its "
+            "pods; --group then only says what a group has. [b]slurm[/b]: the step that this is, with the "
+            "orchestrator on the job's first node.",
+        ),
+    ] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE")] = None,
     cpus: Annotated[str | None, typer.Option(metavar="LIST")] = None,
     device: Annotated[str, typer.Option(help="host, cuda or auto.")] = "auto",
@@ -388,8 +397,16 @@ def agent(
     from coslice.cli.up import UpOptions, run_agent
 
     decisions.set_up(log_level, log_format)
+    if topology == "slurm":
+        from coslice.agent.topology.slurm import step_of
+
+        step, topology = step_of(os.environ), None
+        node = node or step.node
+        group = group or ([step.group] if groups is None else None)
+        orchestrator = step.orchestrator if orchestrator == DEFAULT_ORCHESTRATOR else orchestrator
     options = UpOptions(
         groups=groups_given(group, groups, node=node),
+        topology=topology,
         memory=memory,
         cpus=cpus,
         device=device,

@@ -24,7 +24,7 @@ from rich.markup import escape
 from coslice.admission.model import MODES, Mode
 from coslice.agent.app import AgentApp
 from coslice.agent.backends.resolve import parse_backend
-from coslice.agent.config import AgentConfig, GroupDevices
+from coslice.agent.config import AgentConfig, Follow, GroupDevices
 from coslice.cli.settings import Settings, applied, parse_settings
 from coslice.core.ids import GroupId, NodeId, check_name
 from coslice.core.policy import policy_named
@@ -65,6 +65,7 @@ class UpOptions:
     state: Path | None = None
     ephemeral: bool = False
     node: str | None = None
+    topology: str | None = None
     security: Security = LOCAL_ONLY
     listen_agents: str | None = None
     backends: tuple[str, ...] = ()
@@ -169,7 +170,9 @@ def run_orchestrator(
 def run_agent(options: UpOptions) -> None:
     if options.direct and options.groups:
         raise ConfigError("--direct serves no group: leave out --group, or --direct")
-    devices = () if options.direct else _devices(options)
+    if options.direct and options.topology:
+        raise ConfigError("--direct serves no group: leave out --topology, or --direct")
+    devices = () if options.direct or (options.topology and not options.groups) else _devices(options)
     settings = parse_settings(options.settings, AgentConfig)
     sight = _Sight(options.http, options.otlp, options.security, service="coslice-agent")
     with _StateDir(options.state, f"agent-{_node(options)}", ephemeral=options.ephemeral) as folder:
@@ -323,6 +326,13 @@ def _default_budget(accelerator: str) -> int:
     return _available_memory() // 4 if accelerator == "host" else 0
 
 
+def _followed(options: UpOptions) -> Follow | None:
+    if options.topology is None:
+        return None
+    default = _device("default", options, _accelerator(options.device))
+    return Follow(place=options.topology, default=default)
+
+
 def _agent_config(
     options: UpOptions,
     devices: tuple[GroupDevices, ...],
@@ -347,6 +357,7 @@ def _agent_config(
         listen=options.agent_listen,
         groups=devices,
         accelerator=devices[0].accelerator if devices else _accelerator(options.device),
+        follow=_followed(options),
         host_budget=budget,
         host_per_job=parse_size(options.host_per_job) if options.host_per_job else 0,
         disk_budget=parse_size(options.disk) if options.disk else 0,

@@ -9,6 +9,7 @@ https://kubernetes.io/docs/reference/using-api/api-concepts/
 import os
 import ssl
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,22 @@ class KubeApi:
     async def watch(self, kind: str, name: str, version: str) -> AsyncGenerator[Json, None]:
         """What happens to one object after ``version``, bookmarks included, until the server or the
         connection ends it. Raises ``Expired``."""
-        query = {
-            "watch": "true",
-            "fieldSelector": f"metadata.name={name}",
-            "resourceVersion": version,
-            "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(_WATCH_S),
-        }
+        query = {"fieldSelector": f"metadata.name={name}", "timeoutSeconds": str(_WATCH_S)}
+        async with aclosing(self.watch_at(self._path(kind), version, query)) as events:
+            async for event in events:
+                yield event
+
+    async def list_at(self, path: str, query: dict[str, str]) -> Json:
+        """Of any resource, in all namespaces if the path names none."""
+        return await self._ask("GET", path, query=query, timeout=_TIMEOUT)
+
+    async def watch_at(self, path: str, version: str, query: dict[str, str]) -> AsyncGenerator[Json, None]:
+        """As ``watch``, for what the query selects."""
+        query = {**query, "watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true"}
         try:
             request = self._client().stream(
                 "GET",
-                self._path(kind),
+                path,
                 params=query,
                 headers=self._headers(),
                 timeout=httpx.Timeout(5.0, read=None),

@@ -9,7 +9,7 @@ from coslice.errors import ConfigError
 from coslice.security.addresses import is_loopback
 
 SCHEME = "kubernetes"
-_OPTIONS = ("api", "ca", "token_file")
+OPTIONS = ("api", "ca", "token_file")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
@@ -38,8 +38,8 @@ def parse_kubernetes(location: str) -> KubeLocation:
     if parts.scheme != SCHEME or not _NAME.fullmatch(parts.netloc) or not _NAME.fullmatch(prefix):
         raise ConfigError(f"{location!r} is no place in Kubernetes: {how}")
     given = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    if unknown := sorted(set(given) - set(_OPTIONS)):
-        raise ConfigError(f"{location!r} has unknown settings {', '.join(unknown)}: {', '.join(_OPTIONS)}")
+    if unknown := sorted(set(given) - set(OPTIONS)):
+        raise ConfigError(f"{location!r} has unknown settings {', '.join(unknown)}: {', '.join(OPTIONS)}")
     if given.get("api") and not given["api"].startswith(("http://", "https://")):
         raise ConfigError(f"api={given['api']} is no URL: write https://HOST:PORT")
     return KubeLocation(namespace=parts.netloc, prefix=prefix, **given)
