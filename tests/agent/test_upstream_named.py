@@ -111,6 +111,15 @@ async def test_an_engine_is_put_to_sleep_by_its_address(node: Node, engine: Fake
     assert await asyncio.to_thread(engine.generate) == before
 
 
+async def test_an_engine_has_no_channel_and_that_is_said_at_once(node: Node, engine: FakeEngine) -> None:
+    await node.start(orchestrator=None)
+    caller = Caller(node)
+    await caller.ended(await caller.restore("sampler", endpoint(engine.url)))
+    failed = await caller.operation(await caller.snapshot("sampler", up.BackendConfig(app_channel={})))
+    assert failed.status == up.OPERATION_STATUS_FAILED
+    assert "no workload channel" in failed.error
+
+
 @pytest.mark.parametrize("url", ["http://10.1.2.3:8000", "file:///etc/passwd", "http://127.0.0.1:1"])
 async def test_addresses_of_others_are_not_called(node: Node, url: str) -> None:
     await node.start(orchestrator=None)

@@ -129,7 +129,7 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
             order = Order(
                 kind="snapshot", job=job, backend=asked.backend, mode=mode, tags=asked.tags, pids=asked.pids
             )
-            operation = await self._start(order, fault=asked.fault)
+            operation = await self._start(order, fault=self._fault(job, asked))
         except DirectRefused as refusal:
             await _abort(context, refusal)
         return up.SnapshotResponse(operation_id=operation.id)
@@ -143,7 +143,7 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
             if state not in (up.JOB_STATE_RUNNING, up.JOB_STATE_FAULTED):
                 self._expect(job, state, up.JOB_STATE_SAVED)
             order = Order(kind="restore", job=job, backend=asked.backend, tags=asked.tags)
-            operation = await self._start(order, fault=asked.fault)
+            operation = await self._start(order, fault=self._fault(job, asked))
         except DirectRefused as refusal:
             await _abort(context, refusal)
         return up.RestoreResponse(operation_id=operation.id)
@@ -366,6 +366,13 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
         if not members or all(m.device == "cuda" and m.usage() == 0 for m in members):
             return up.JOB_STATE_IDLE
         return up.JOB_STATE_RUNNING
+
+    def _fault(self, job: str, asked: requests.Asked) -> str:
+        """Why upstream would begin the operation and fail it; empty: no reason."""
+        members = self._members.of_job(NO_GROUP, JobId(job))
+        if asked.backend == CHANNEL and not any(member.connected for member in members):
+            return f"job {job} has no workload channel to this agent: it is to register, or to come back"
+        return asked.fault
 
     def _default_mode(self, job: str) -> str:
         channels = (member.channel for member in self._members.of_job(NO_GROUP, JobId(job)))
