@@ -3,8 +3,9 @@
     python tools/failover.py --groups 100 --waiters 5 --json build/failover.json
 
 Real processes: an etcd, three orchestrators; all jobs and agents (with simulated devices) in this process.
-The holders yield right after the kill, so that every group owes a grant. ``first_s`` and ``last_s``: from the
-kill to the first grant of the first and of the last group. Order, losses and doubles are judged here.
+The holders yield right after the kill, so that every group owes a grant. ``elected_s``, ``first_s``,
+``last_s``: from the kill to another leader, and to the first grant of the first and of the last group. Order,
+losses and doubles are judged here.
 Needs etcd (``apt-get install etcd-server``).
 """
 
@@ -32,7 +33,10 @@ async def measure(orchestrators: Orchestrators, groups: int, waiters: int, ttl: 
     load = os.getloadavg()[0]
     killed = time.monotonic()
     orchestrators.signal(leader, signal.SIGKILL)
-    await crowd.go_on()
+    going_on = asyncio.create_task(crowd.go_on())
+    await orchestrators.leader(other_than=leader)
+    elected = time.monotonic()
+    await going_on
     done = time.monotonic()
     await crowd.close()
     assert {group: sorted(jobs) for group, jobs in crowd.turns.items()} == {
@@ -44,6 +48,7 @@ async def measure(orchestrators: Orchestrators, groups: int, waiters: int, ttl: 
         "waiters": groups * waiters,
         "ttl_s": ttl,
         "target_s": ttl + 2,
+        "elected_s": round(elected - killed, 2),
         "first_s": round(firsts[0], 2),
         "median_s": round(firsts[len(firsts) // 2], 2),
         "last_s": round(firsts[-1], 2),

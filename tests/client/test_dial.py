@@ -24,34 +24,42 @@ def test_a_standby_that_names_the_leader_is_followed_at_once() -> None:
     assert dial.address == "c:3"
 
 
-def test_a_leader_that_does_not_answer_is_shown_to_the_next_standby() -> None:
+def told(address: str, leader: str) -> tuple[tuple[str, str], ...]:
+    return ((LEADER, address), (LEADER_ID, leader))
+
+
+def test_a_leader_that_was_lost_is_tried_once_more_then_shown_to_the_standbys() -> None:
     dial = Dial("a:1,b:2,c:3", encrypted=False)
-    dial.failed()  # the stream to a broke
-    assert dial.address == "b:2"
-    dial.failed(((LEADER, "a:1"), (LEADER_ID, "old")))
-    assert (dial.address, dial.metadata) == ("a:1", ())
+    dial.reached()
+    assert dial.failed() is True  # its stream broke: not all at once
+    assert dial.address == "a:1"
     dial.failed()
+    assert (dial.address, dial.metadata) == ("b:2", ())
+    dial.failed(told("a:1", "old"))
     assert (dial.address, dial.metadata) == ("c:3", ((SILENT, "old"),))
-    assert dial.failed(((LEADER, "c:3"), (LEADER_ID, "new"))) is False  # it was elected meanwhile
+    assert dial.failed(told("b:2", "new")) is False  # which stood by before, but answered
+    assert dial.address == "b:2"
+    dial = Dial("c:3,b:2", encrypted=False)
+    assert dial.failed(told("c:3", "new")) is False  # elected while we waited there
     assert dial.address == "c:3"
     dial.reached()
     assert dial.metadata == ()
 
 
-def test_hints_are_not_followed_in_circles() -> None:
-    dial = Dial("a:1,b:2,c:3", encrypted=False)
+@pytest.mark.parametrize("addresses", ["a:1", "a:1,b:2", "a:1,b:2,c:3"])
+def test_hints_are_not_followed_in_circles(addresses: str) -> None:
+    dial = Dial(addresses, encrypted=True)
     turns = 0
-    while not dial.failed(((LEADER, "abc"[turns % 3] + ":" + "123"[turns % 3]), (LEADER_ID, str(turns)))):
+    while not dial.failed(told(f"{'abc'[turns % 3]}:{turns % 3 + 1}", str(turns))):
         turns += 1
         assert turns < 10
 
 
 def test_a_leader_that_did_not_answer_is_tried_again_later() -> None:
     dial = Dial("a:1,b:2", encrypted=True)
-    hint = ((LEADER, "x:9"), (LEADER_ID, "one"))
     tried = []
-    for _ in range(8):
-        dial.failed(hint if dial.address != "x:9" else None)
+    for _ in range(12):
+        dial.failed(told("x:9", "one") if dial.address != "x:9" else None)
         tried.append(dial.address)
     assert tried.count("x:9") >= 2
 

@@ -1,13 +1,17 @@
-"""Several orchestrators on a real etcd: the leader is killed, paused, cut off. Nobody loses place or lock."""
+"""Several orchestrators on one store: the leader is killed, paused, cut off. Nobody loses place or lock.
+
+On a real etcd, and (the first two) on a Kubernetes API with behaviour.
+"""
 
 import asyncio
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
-from faults.cluster import BOUND
+from faults.cluster import BOUND, Process
 from faults.leaders import Crowd, Orchestrators, asked
 from orchestrator.raw_client import RawClient
 from store.etcd_server import EtcdServer
@@ -16,7 +20,7 @@ from coslice.wire.leader import LEADER
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
-pytestmark = pytest.mark.etcd
+ETCD = pytest.param("etcd", marks=pytest.mark.etcd)
 
 
 @pytest.fixture
@@ -27,15 +31,37 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
 
 
 @pytest.fixture
-def orchestrators(tmp_path: Path, etcd: EtcdServer) -> Iterator[Orchestrators]:
+def kubernetes(tmp_path: Path) -> Iterator[str]:
+    server = Process(
+        [sys.executable, "-m", "coslice.testing.fake_kubernetes_http"], tmp_path / "kubernetes.log"
+    )
+    yield f"kubernetes://here?api={server.hear()['url']}"
+    server.end()
+
+
+@pytest.fixture
+def location(request: pytest.FixtureRequest) -> str:
+    if request.param == "kubernetes":
+        return str(request.getfixturevalue("kubernetes"))
+    server: EtcdServer = request.getfixturevalue("etcd")
+    return server.location()
+
+
+@pytest.fixture
+def orchestrators(tmp_path: Path, location: str) -> Iterator[Orchestrators]:
     """``takeover_resettle`` ends when all are back; by default soon, which a busy machine may miss."""
-    several = Orchestrators(tmp_path, etcd.location(), ttl=2, takeover_resettle=60.0, takeover_grace=120.0)
+    several = Orchestrators(tmp_path, location, ttl=2, takeover_resettle=60.0, takeover_grace=120.0)
     for _ in range(3):
         several.start()
     yield several
     several.close()
 
 
+on_both = pytest.mark.parametrize("location", [ETCD, "kubernetes"], indirect=True)
+on_etcd = pytest.mark.parametrize("location", [ETCD], indirect=True)
+
+
+@on_both
 async def test_the_leader_is_killed(orchestrators: Orchestrators) -> None:
     leader = await orchestrators.leader()
     crowd = Crowd(orchestrators.addresses, groups=6, waiters=5)
@@ -61,6 +87,7 @@ async def whom_it_names(standby: str) -> str:
             await asyncio.sleep(0.05)  # it does not announce what it learns
 
 
+@on_both
 async def test_a_paused_leader_that_wakes_up_changes_nothing(orchestrators: Orchestrators) -> None:
     old = await orchestrators.leader()
     crowd = Crowd(orchestrators.addresses, groups=3, waiters=3)
@@ -88,6 +115,7 @@ async def test_a_paused_leader_that_wakes_up_changes_nothing(orchestrators: Orch
         await closing.close()
 
 
+@on_etcd
 @pytest.mark.parametrize("away_s", [0.0, 4.0], ids=["shorter", "longer"])
 async def test_etcd_is_killed_and_comes_back(
     orchestrators: Orchestrators, etcd: EtcdServer, away_s: float
@@ -106,6 +134,7 @@ async def test_etcd_is_killed_and_comes_back(
     await crowd.close()
 
 
+@on_etcd
 async def test_one_that_is_stopped_in_order_hands_over_at_once(orchestrators: Orchestrators) -> None:
     leader = await orchestrators.leader()
     crowd = Crowd(orchestrators.addresses, groups=3, waiters=3)

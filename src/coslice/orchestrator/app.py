@@ -156,7 +156,7 @@ class OrchestratorApp:
                 self._election, self._desk.hearsay = election, election.hearsay
                 stack.push_async_callback(self._end_term, _STOPPING)
                 stack.push_async_callback(self._standing.stop)
-                self._standing.start("leader", self._stand(election))
+                self._standing.start("leader", self._stand(election, seat))
             self._open = stack.pop_all()
         self._address, self.agents_address = address, agents
         self._ready.set()
@@ -169,12 +169,13 @@ class OrchestratorApp:
 
     # ── terms ──────────────────────────────────────────────────────────────
 
-    async def _stand(self, election: Election) -> None:
+    async def _stand(self, election: Election, seat: Seat) -> None:
         """Stand by, lead, stand by …"""
         while True:
             tenure, store = await election.campaign()
             try:
                 await self._begin_term(tenure, store)
+                election.hearsay.leader = seat  # who waits at the desk may come in
                 await self._tell_health(leading=True)
                 log.warning("this orchestrator leads now (term %d, instance %s)", tenure.term, self.instance)
                 reason = await self._led(tenure)

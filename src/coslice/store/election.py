@@ -58,7 +58,7 @@ class Hearsay:
 
     @property
     def leader(self) -> Seat | None:
-        """None while nobody leads, or it is not known who."""
+        """None while nobody leads, or it is not known who. Of itself a candidate says it once it serves."""
         return self._leader
 
     @leader.setter

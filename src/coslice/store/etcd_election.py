@@ -53,7 +53,7 @@ class EtcdElection:
 
     def __init__(self, location: EtcdLocation, *, seat: Seat, ttl: float) -> None:
         self._api = EtcdApi(location)
-        self.seat, self._value = seat, msgspec.json.encode(seat)
+        self._value = msgspec.json.encode(seat)
         self._ttl = max(1, round(ttl))
         self._key = location.prefix + "leader"
         self._candidates = location.prefix + "candidate/"
@@ -173,14 +173,12 @@ class EtcdElection:
                 continue
             revision = int(answer["header"]["revision"])
             if answer.get("succeeded"):
-                self.hearsay.leader = self.seat
                 return revision
             (found,) = answer["responses"]
             kvs = found["response_range"].get("kvs", [])
             if not kvs:
                 continue
             if str(kvs[0].get("lease", 0)) == lease.id:  # an answer was lost
-                self.hearsay.leader = self.seat
                 return int(kvs[0]["create_revision"])
             self.hearsay.leader = _seat(kvs[0])
             await self._vacant(revision + 1)

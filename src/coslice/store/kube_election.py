@@ -64,7 +64,7 @@ class LeaseElection:
                 continue
             if lease is not None:
                 break
-        self._lease, self.hearsay.leader = lease, self._seat
+        self._lease = lease
         self.tenure = Tenure(_term(lease))
         self.floor = _taken(lease)
         self._keeper = asyncio.create_task(self._keep(self.tenure, self._asked), name="kubernetes lease")
@@ -187,17 +187,18 @@ class LeaseElection:
         it is gone."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _duration(seen)
+        version = seen["metadata"]["resourceVersion"]
+        """Where the watch goes on: a bookmark's is not the object's."""
         while seen["spec"].get("holderIdentity"):
             began = loop.time()
             try:
                 async with asyncio.timeout_at(deadline) as limit:
-                    version = seen["metadata"]["resourceVersion"]
                     async with contextlib.aclosing(self._api.watch(LEASES, self._name, version)) as events:
                         async for event in events:
                             if event["type"] == "DELETED":
                                 return None
+                            version = event["object"]["metadata"]["resourceVersion"]
                             if event["type"] == "BOOKMARK":
-                                seen["metadata"]["resourceVersion"] = _version(event)
                                 continue
                             if _record(event["object"]) != _record(seen):
                                 deadline = loop.time() + _duration(event["object"])
@@ -215,6 +216,7 @@ class LeaseElection:
                 if _record(there) != _record(seen):
                     deadline = loop.time() + _duration(there)
                 seen, self.hearsay.leader = there, _seat(there)
+                version = there["metadata"]["resourceVersion"]
             if loop.time() - began < 0.05:  # it ended at once, and may do so again
                 pause = min(_AGAIN_S, max(0.0, deadline - loop.time()))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
@@ -238,10 +240,6 @@ class LeaseElection:
                 "leaseTransitions": _term(there) + 1 if there is not None else 1,
             },
         }
-
-
-def _version(event: Json) -> str:
-    return str(event["object"]["metadata"]["resourceVersion"])
 
 
 def _term(lease: Json) -> int:

@@ -39,10 +39,11 @@ class Dial:
         self._given = addresses_of(addresses)
         self._encrypted, self._key = encrypted, key
         self._next = self._failed = self._followed = 0
-        self._hint = ("", "")
-        """The leader that we were sent to last: address, id."""
         self._silent = ""
-        """The leader that we were sent to in vain."""
+        """The id of a leader that did not answer."""
+        self._vain: set[str] = set()
+        """Addresses that did not answer in this round."""
+        self._lost = False
         self.address = self._given[0]
 
     @property
@@ -55,29 +56,39 @@ class Dial:
         return ((SILENT, self._silent),) if self._silent else ()
 
     def reached(self) -> None:
-        """The leader answered. When it is lost afterwards, that is a failure like the others."""
-        self._failed = self._followed = 0
-        self._silent = ""
+        """The leader answered. When it is lost afterwards, its address is tried once more first."""
+        self._begin_round()
+        self._silent, self._lost = "", True
 
     def failed(self, trailers: Iterable[Any] | None = None) -> bool:
         """Nobody answered, or a standby did, with these trailing metadata. True: everybody was asked in
         vain; wait before the next attempt."""
+        if self._lost:
+            self._lost = False
+            return True
         address, leader = self._told(trailers)
-        if self.address == self._hint[0]:
-            self._silent, self._hint = self._hint[1], ("", "")
-        if address and leader and leader == self._silent:
-            self._silent = ""  # it is still that one: worth another try, later
+        if address == self.address and self._followed < FOLLOWS:  # elected while we waited there
+            self._followed += 1
+            return False
+        if not address:
+            self._vain.add(self.address)
+        if address in self._vain:
+            self._silent = "" if leader == self._silent else leader  # later once more
         elif address and self._followed < FOLLOWS:
             self._followed += 1
-            self.address, self._hint = address, (address, leader)
+            self.address = address
             return False
         self._next = (self._next + 1) % len(self._given)
         self.address = self._given[self._next]
         self._failed += 1
         if self._failed < len(self._given):
             return False
-        self._failed = self._followed = 0
+        self._begin_round()
         return True
+
+    def _begin_round(self) -> None:
+        self._failed = self._followed = 0
+        self._vain = set()
 
     def _told(self, trailers: Iterable[Any] | None) -> tuple[str, str]:
         """Address and id of the leader; empty if nobody said, or is not believed."""
