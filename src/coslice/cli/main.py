@@ -294,8 +294,8 @@ def orchestrator(
         typer.Option(
             metavar="PLACE",
             help="Where the state of the groups is: [b]sqlite:PATH[/b] (default, in --state), or shared by "
-            "several orchestrators of which one leads: [b]etcd://HOST:PORT[,HOST:PORT]/PREFIX[/b] or "
-            "[b]kubernetes://NAMESPACE[/PREFIX][/b] (docs/high-availability.md).",
+            "several orchestrators of which one leads: [b]etcd://HOST:PORT,…/PREFIX[/b] or "
+            "[b]kubernetes://NAMESPACE/PREFIX[/b] (docs/high-availability.md).",
         ),
     ] = None,
     advertise: Annotated[
