@@ -10,7 +10,7 @@ job that is queued or refused keeps the turn that it has, or waits for already u
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from coslice.admission.arrange import Plan, Question
@@ -28,12 +28,12 @@ from coslice.admission.model import (
     Wait,
 )
 from coslice.admission.outlook import Outlook, Player
+from coslice.admission.seats import Seat, in_turn, stands, view_of, who_is_here
 from coslice.admission.watch import KEEP, KNOWN, ROLLING, Trail, Watch
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.group_state import Group, Held, waiting
+from coslice.core.group_state import Group, waiting
 from coslice.core.ids import Incarnation, JobId
-from coslice.core.lease import can_join
 from coslice.core.prose import names
 from coslice.profile.model import Pool
 
@@ -45,28 +45,6 @@ AGAIN = (8, 24, KEEP)
 PERSISTS = 3
 """A bound counts as broken when so many rolling means in a row are above it."""
 MOST_CORRECTION = 1.3
-
-
-class _Seat:
-    """One start of one job."""
-
-    __slots__ = ("above", "admitted", "correction", "incarnation", "job", "judged", "met", "predicted",
-                 "queued_at", "queued_s", "reason", "since", "state")  # fmt: skip
-
-    def __init__(self, job: JobId, incarnation: Incarnation, state: State) -> None:
-        self.job, self.incarnation, self.state = job, incarnation, state
-        self.reason = ""
-        self.predicted = 0.0
-        self.above = self.since = 0
-        """Rolling means in a row above the bound; cycles since the members or their order last changed."""
-        self.correction = 1.0
-        self.judged = 0
-        """How many of ``AGAIN`` are behind it, since it came or changed."""
-        self.admitted = state is State.SEATED
-        self.met = False
-        """The lock knows it."""
-        self.queued_at: float | None = None
-        self.queued_s = 0.0
 
 
 class Warden:
@@ -84,7 +62,7 @@ class Warden:
         self.rules, self.watch, self._told_of = rules, Watch(), told
         self.decisions: deque[Decision] = deque(maxlen=REMEMBERED)
         self._configured, self._operator, self._ours = configured, policy, ""
-        self._seats: dict[JobId, _Seat] = {}
+        self._seats: dict[JobId, Seat] = {}
         """In the order in which they came."""
         self._refused: dict[tuple[JobId, Incarnation], str] = {}
         self._known: dict[JobId, Pool] = {}
@@ -98,7 +76,7 @@ class Warden:
     def asks(self, event: ev.AcquireRequested, declared: Pool | None = None) -> Answer:
         """May this request go to the lock? ``declared``: what the job says that it will do."""
         job, incarnation = event.job, event.incarnation
-        if self._group is not None and _in_turn(self._group, event):
+        if self._group is not None and in_turn(self._group, event):
             return Enter()  # a repeat, or one more process of a turn that has begun
         if (why := self._refused.get((job, incarnation))) is not None:
             return Refuse(why)
@@ -118,7 +96,7 @@ class Warden:
         if isinstance(event, ev.PolicySet) and event.by != BY:
             self._operator, self._ours = event.policy, ""
         ended = self.watch.heard(event, effects, group)
-        if was is None or (was.jobs is not group.jobs and _who(was) != _who(group)):
+        if was is None or (was.jobs is not group.jobs and who_is_here(was) != who_is_here(group)):
             self._look_who_is_here(event.at, group)
         if ended is not None:
             self._ended_turn(ended[0], ended[1], event.at)
@@ -214,14 +192,14 @@ class Warden:
     # ── for people ─────────────────────────────────────────────────────────
 
     def members(self, now: float) -> list[MemberView]:
-        return [self._view(seat, now) for seat in self._seats.values()]
+        return [view_of(seat, self.watch.trails.get(seat.job), now) for seat in self._seats.values()]
 
     def lines(self, job: str, now: float) -> list[str]:
         """What ``explain`` says of a job (empty: of all): where it stands, then what was decided."""
         lines: list[str] = []
         for seat in self._seats.values():
             if job in ("", seat.job):
-                lines += self._stands(seat, now)
+                lines += stands(seat, self.watch.trails.get(seat.job), now)
         for (name, _), why in self._refused.items():
             if job == name:
                 lines.append(f"Admission refuses {name}: {why}")
@@ -240,12 +218,12 @@ class Warden:
 
     # ── who is here ────────────────────────────────────────────────────────
 
-    def _arrives(self, job: JobId, incarnation: Incarnation, at: float, declared: Pool | None) -> _Seat:
+    def _arrives(self, job: JobId, incarnation: Incarnation, at: float, declared: Pool | None) -> Seat:
         known = declared if declared is not None else self._known.pop(job, None)
         self._seats.pop(job, None)
         trail = self.watch.expect(job, incarnation, known)
         state, reason = self._first_state(trail)
-        seat = self._seats[job] = _Seat(job, incarnation, state)
+        seat = self._seats[job] = Seat(job, incarnation, state)
         seat.reason = reason
         self._changed()
         if state is State.PROBATION and self.rules.mode == "enforce":
@@ -279,10 +257,10 @@ class Warden:
                 continue
             if seat_now is None or seat_now.incarnation != incarnation:  # it was here when this began
                 self.watch.expect(job, incarnation)
-                self._seats[job] = _Seat(job, incarnation, State.SEATED)
+                self._seats[job] = Seat(job, incarnation, State.SEATED)
                 self._seats[job].met = True
 
-    def _leaves(self, seat: _Seat, at: float) -> None:
+    def _leaves(self, seat: Seat, at: float) -> None:
         del self._seats[seat.job]
         trail = self.watch.trails.pop(seat.job, None)
         pool = trail.pool() if trail is not None else None
@@ -316,7 +294,7 @@ class Warden:
             return  # within a cycle
         self._measure(seat, trail, at)
 
-    def _drifted(self, seat: _Seat, trail: Trail, at: float) -> None:
+    def _drifted(self, seat: Seat, trail: Trail, at: float) -> None:
         on, off = trail.times()
         before = trail.before or (0.0, 0.0)
         self._say(
@@ -332,7 +310,7 @@ class Warden:
         self._changed()
         self._to_judge = True
 
-    def _measure(self, seat: _Seat, trail: Trail, at: float) -> None:
+    def _measure(self, seat: Seat, trail: Trail, at: float) -> None:
         """Is a member slower than its bound, for a while, although all was predicted to be well?"""
         if self.rules.mode == "off":
             return
@@ -386,7 +364,7 @@ class Warden:
         self._changed()
         return Actions(events=tuple(events), enter=tuple(enter), refuse=tuple(refuse))
 
-    def _seat(self, seat: _Seat, plan: Plan, at: float) -> bool:
+    def _seat(self, seat: Seat, plan: Plan, at: float) -> bool:
         """True: it waited at the door, and may enter."""
         was, seat.state, seat.reason, seat.admitted = seat.state, State.SEATED, "", True
         match was:
@@ -406,7 +384,7 @@ class Warden:
         self._through_door(seat.job, at)
         return was in (State.QUEUED, State.APPLYING)
 
-    def _queue(self, seat: _Seat, plan: Plan, at: float) -> None:
+    def _queue(self, seat: Seat, plan: Plan, at: float) -> None:
         seat.state, seat.queued_at = State.QUEUED, at
         seat.reason = f"{plan.why}; without it {names(plan.keep)} would keep the bound"
         self._say(
@@ -417,7 +395,7 @@ class Warden:
             f"{seat.reason}",
         )
 
-    def _leave_queue(self, seat: _Seat, at: float) -> float:
+    def _leave_queue(self, seat: Seat, at: float) -> float:
         waited = at - seat.queued_at if seat.queued_at is not None else 0.0
         seat.queued_s, seat.queued_at = seat.queued_s + waited, None
         return waited
@@ -428,7 +406,7 @@ class Warden:
             trail.at_door = False
             trail.queued += at - trail.asked[0] if trail.asked is not None else 0.0
 
-    def _refuse(self, seat: _Seat, text: str) -> None:
+    def _refuse(self, seat: Seat, text: str) -> None:
         if seat.incarnation or seat.met:  # else nothing would tell its next start from this one
             self._refused[seat.job, seat.incarnation] = text
         while len(self._refused) > REFUSED:
@@ -489,53 +467,3 @@ class Warden:
     def _next_step(self) -> str:
         bound = self.rules.max_slowdown
         return f"Use another group, wait until a member is done, or raise max_slowdown ({bound:.2f})"
-
-    def _view(self, seat: _Seat, now: float) -> MemberView:
-        trail = self.watch.trails.get(seat.job)
-        on, off = trail.times() if trail is not None else (0.0, 0.0)
-        queued = now - seat.queued_at if seat.queued_at is not None else 0.0
-        return MemberView(
-            job=seat.job,
-            incarnation=seat.incarnation,
-            state=seat.state,
-            cycles=len(trail.cycles) if trail is not None else 0,
-            on_s=on,
-            off_s=off,
-            slowdown=(trail.rolling() or 0.0) if trail is not None else 0.0,
-            predicted=seat.predicted,
-            queued_s=seat.queued_s + queued,
-            reason=seat.reason,
-            drifts=trail.drifts if trail is not None else 0,
-        )
-
-    def _stands(self, seat: _Seat, now: float) -> Iterable[str]:
-        view = self._view(seat, now)
-        if not view.on_s:
-            what = f"{view.job}: not known yet what it does alone"
-        else:
-            what = f"{view.job}: {view.on_s:.1f} s on, {view.off_s:.1f} s off in a cycle alone"
-            what += f", measured over {view.cycles}" if view.cycles >= KNOWN else ", as declared"
-        if view.slowdown:
-            what += f"; {view.slowdown:.2f} x slower here over the last {ROLLING}"
-        if view.predicted:
-            what += f" ({max(1.0, view.predicted):.2f} x predicted)"
-        yield what + "."
-        if seat.state in (State.APPLYING, State.QUEUED):
-            since = f", for {now - seat.queued_at:.1f} s now" if seat.queued_at is not None else ""
-            yield f"Admission keeps {view.job} at the door{since}: {seat.reason}."
-        elif seat.state is State.JUDGED:
-            yield f"Admission warns of {view.job}: {seat.reason}."
-        elif seat.state is State.PROBATION:
-            yield f"{view.job} is on probation: judged after {KNOWN} cycles."
-
-
-def _who(group: Group) -> list[tuple[JobId, Incarnation]]:
-    return [(record.job, record.incarnation) for record in group.jobs]
-
-
-def _in_turn(group: Group, event: ev.AcquireRequested) -> bool:
-    """Is the job's turn on, or does the lock have it in its queue, so that this process belongs to it?"""
-    held = group.occupancy
-    if isinstance(held, Held) and held.job == event.job and held.incarnation == event.incarnation:
-        return can_join(held, event.session)
-    return any(w.job == event.job and w.incarnation == event.incarnation for w in waiting(group))
