@@ -30,6 +30,7 @@ for seed in range({SEEDS}):
 """
 EXPLORE = """
 import json, sys
+world = dict(nodes=2, jobs=2, acquires=2, **WORLD)
 from coslice.sim.alphabet import Budget, Explored
 from coslice.sim.explore import Explorer
 class Found(Exception):
@@ -37,7 +38,7 @@ class Found(Exception):
 def look(figures, waiting):
     if figures.violations:
         raise Found
-start = Explored.begin(nodes=2, jobs=2, acquires=2, budget=Budget(together=1))
+start = Explored.begin(**world, budget=Budget(together=1))
 explorer = Explorer(start, progress=look, every=50)
 try:
     explorer.run()
@@ -54,6 +55,8 @@ class Mutant(Struct, frozen=True):
     name: str
     edits: tuple[tuple[str, str, str], ...]
     """Module of the core, what is there, what takes its place. Each must be there exactly once."""
+    world: str = "{}"
+    """What exploration is to be about, beside the usual."""
 
 
 ENDED = "    if record is None:\n        return\n    job = record.job\n"
@@ -133,17 +136,18 @@ MUTANTS = (
     Mutant(
         "a job frozen in the middle of a phase computes on, where there is room beside the next",
         (("node_swap", "if c.job in op.freeze), None)", "if False), None)"),),
+        world="{'whole': True, 'need': 30 << 20}",
     ),
 )
 
 
 def main() -> int:
     missed = 0
-    looks = _look(())
+    looks = _look(Mutant("", ()))
     print(f"the core as it is: {_verdict(looks)}", flush=True)
     missed += any(found is not None for _, found, _ in looks)
     for mutant in MUTANTS:
-        looks = _look(mutant.edits)
+        looks = _look(mutant)
         missed += all(found is None for _, found, _ in looks)
         print(f"{mutant.name}: {_verdict(looks)}", flush=True)
     print("every defect was found" if not missed else f"{missed} WRONG")
@@ -154,17 +158,18 @@ Look = tuple[str, list[str] | None, float]
 """By whom, where and what, after how many seconds."""
 
 
-def _look(edits: tuple[tuple[str, str, str], ...]) -> list[Look]:
+def _look(mutant: Mutant) -> list[Look]:
     with tempfile.TemporaryDirectory(prefix="coslice-mutant-") as folder:
         source = Path(folder) / "coslice"
         shutil.copytree(ROOT / "src" / "coslice", source, ignore=shutil.ignore_patterns("__pycache__"))
-        for module, old, new in edits:
+        for module, old, new in mutant.edits:
             path = source / "core" / f"{module}.py"
             text = path.read_text()
             if text.count(old) != 1:
                 raise SystemExit(f"{path.name} has {text.count(old)} times what a defect replaces: {old!r}")
             path.write_text(text.replace(old, new))
-        return [_run(name, code, folder) for name, code in (("chaos", CHAOS), ("explore", EXPLORE))]
+        explore = EXPLORE.replace("WORLD", mutant.world)
+        return [_run(name, code, folder) for name, code in (("chaos", CHAOS), ("explore", explore))]
 
 
 def _run(name: str, code: str, folder: str) -> Look:

@@ -82,13 +82,14 @@ class Move(Struct, frozen=True):
         return " ".join(text for text in (self.letter, self.who, self.how) if text)
 
 
-def setup(nodes: int, jobs: int, *, whole: bool = False) -> Setup:
+def setup(nodes: int, jobs: int, *, whole: bool = False, need: int = 0) -> Setup:
     names = tuple(JobId(f"j{i}") for i in range(jobs))
     return Setup(
         groups=(GROUP,),
         nodes=tuple(NodeId(f"n{i}") for i in range(nodes)),
         jobs=names,
         whole=frozenset(names if whole else ()),
+        need=need,
         rules=GroupRules(
             node_loss=FAR,
             op_timeout=FAR,
@@ -119,10 +120,11 @@ class Explored:
 
     @classmethod
     def begin(
-        cls, *, nodes: int, jobs: int, acquires: int, budget: Budget, whole: bool = False
+        cls, *, nodes: int, jobs: int, acquires: int, budget: Budget, whole: bool = False, need: int = 0
     ) -> "Explored":
-        """``whole``: the jobs' processes can be frozen in the middle of a phase."""
-        world = World(setup(nodes, jobs, whole=whole), Silence())
+        """``whole``: the jobs' processes can be frozen in the middle of a phase. ``need``: bytes that each
+        takes, and declares, on a device; 0: ``SIZE``, undeclared."""
+        world = World(setup(nodes, jobs, whole=whole, need=need), Silence())
         for node in world.nodes.values():
             world.attach(node)
         for job in world.setup.jobs:
@@ -373,24 +375,26 @@ def _acquire(state: Explored, move: Move) -> None:
     client = state.client(move.who)
     jobs = state.world.setup.jobs
     state.left = tuple(n - (j == move.who) for n, j in zip(state.left, jobs, strict=True))
-    state.world.client_says(client, client.acquire((GROUP,)))
+    state.world.client_says(client, client.acquire((GROUP,), state.world.setup.need))
 
 
 def _acquire_twice(state: Explored, move: Move) -> None:
     client = state.client(move.who)
     assert client.ask is not None
-    state.world.client_says(client, [wire.Acquire(client.ask.request, client.ask.groups)])
+    again = wire.Acquire(client.ask.request, client.ask.groups, client.ask.need)
+    state.world.client_says(client, [again])
 
 
 def _client_hears(state: Explored, move: Move) -> None:
     """A grant is used at once: where the job has no process yet, it starts one and fills it."""
     client, world = state.client(move.who), state.world
+    size = world.setup.need or SIZE
     world.tell_client(client)
     for node in world.nodes.values():
         served = node.served[GROUP]
         current = client.inside and world.is_current(client, GROUP)
-        if current and not served.device.of(client.job) and served.room() >= SIZE:
-            world.begin(client, node, GROUP, SIZE)
+        if current and not served.device.of(client.job) and served.room() >= size:
+            world.begin(client, node, GROUP, size)
 
 
 def _yield(state: Explored, move: Move) -> None:

@@ -35,6 +35,8 @@ class Setup(Struct, frozen=True, kw_only=True):
     """Jobs that can move a part of their state and leave the rest."""
     whole: frozenset[JobId] = frozenset()
     """Jobs whose processes can be frozen in the middle of a phase."""
+    need: int = 0
+    """What clients declare, where their story says nothing else."""
     instant: bool = False
     """What a client says is heard as it is said; only the way back takes time."""
 

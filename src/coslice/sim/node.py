@@ -209,7 +209,8 @@ class Served:
         """Says where its state is, once it has done whatever it was told before."""
         if self.late is not None and self.late[0].job == process.job:
             self.late = None
-        return self.hear(
+        whole = process.job in self.whole  # then it registers no bytes: what it has is measured
+        taken = self.hear(
             ev.MemberRegistered(
                 at=self.at,
                 job=process.job,
@@ -217,13 +218,16 @@ class Served:
                 member=process.member,
                 pid=process.pid,
                 start_time=process.pid,
-                bytes=process.bytes,
+                bytes=0 if whole else process.bytes,
                 parked=process.parked,
                 part=process.away > 0,
-                divisible=process.job in self.divisible,
-                whole=process.job in self.whole,
+                divisible=process.job in self.divisible and not whole,
+                whole=whole,
             )
         )
+        if taken and whole and not process.parked:
+            self.hear(ev.UsageMeasured(at=self.at, job=process.job, bytes=self.device.used(process.job)))
+        return taken
 
     def unseen(self) -> list[Process]:
         silent = {m.id for c in self.holdings.contexts for m in c.members if not m.seen}
