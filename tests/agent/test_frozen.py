@@ -175,7 +175,10 @@ async def test_a_copy_is_given_only_to_registered_processes_that_name_it_and_tak
 
     def copy(*, sealed: bool = True, size: int = 4 * MIB) -> int:
         if sealed:
-            return os.dup(SharedCopy.make(size, lambda address: None).fd)
+            whole = SharedCopy.make(size, lambda address: None)
+            fd = os.dup(whole.fd)
+            whole.close()
+            return fd
         fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
         return fd
@@ -197,5 +200,6 @@ async def test_a_copy_is_given_only_to_registered_processes_that_name_it_and_tak
     assert await ask("second", name) == there
     buffers.leave_shared("g/b/2")
     assert buffers.held == 0
+    os.close(made), os.close(again)
     await server.stop()
     buffers.close()
