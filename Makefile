@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo and the tests need one framework build; any torch >= 2.6 works for your own jobs.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test test-faults test-chromium test-jax test-trl test-trl-previous test-ray test-frameworks test-etcd check bench soak storms mutants protos docs clean
+.PHONY: demo test test-faults test-chromium test-jax test-trl test-trl-previous test-ray test-frameworks test-etcd test-helm check bench soak storms mutants protos docs clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,7 +17,7 @@ demo: $(VENV)/.installed          ## run the main job: two RL jobs alone, then s
 	$(BIN)/coslice demo
 
 test: $(VENV)/.installed          ## all tests: core, fakes, real processes
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax and not trl and not ray and not frameworks and not faults and not cuda and not etcd' tests
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax and not trl and not ray and not frameworks and not faults and not cuda and not etcd and not helm' tests
 
 test-faults: $(VENV)/.installed   ## long campaigns of kills at random instants, with a short soak
 	$(BIN)/pytest -m faults tests/faults tests/soak
@@ -29,6 +29,11 @@ test-cuda: $(VENV)/.installed     ## long runs on the fake CUDA driver: 200 hand
 test-etcd: $(VENV)/.installed     ## the store in a real etcd, several orchestrators, leaders killed and paused
 	command -v etcd >/dev/null || $$([ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -q --no-install-recommends etcd-server
 	$(BIN)/pytest -m etcd tests
+
+test-helm: $(VENV)/.installed     ## the chart with the real helm, against the schemas of Kubernetes; units and images
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test,helm]'
+	command -v helm >/dev/null || $(BIN)/python tools/helm.py
+	$(BIN)/pytest -m helm tests/deploy
 
 test-chromium: $(VENV)/.installed ## the replay page in a real browser (needs chromium and chromedriver)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[chromium]'

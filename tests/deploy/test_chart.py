@@ -1,0 +1,135 @@
+"""Over a matrix of values: valid for every Kubernetes from 1.34 on, as few rights as said, and the commands
+are ones that coslice takes."""
+
+import base64
+import itertools
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer.main
+from deploy.chart import CHART, Rendered, default, render, run
+from deploy.test_values import ETCD, GIVEN, MONITOR, SQLITE
+
+from coslice.agent.config import AgentConfig
+from coslice.agent.topology.place import KUBERNETES
+from coslice.cli.main import app
+from coslice.cli.settings import parse_settings
+from coslice.orchestrator.config import OrchestratorConfig
+from coslice.security.listening import make_tls
+from coslice.security.tokens import read_keys
+from coslice.store import check_location
+
+pytestmark = pytest.mark.helm
+
+VERSIONS = ("1.34", "1.35", "1.36", "1.37")
+CRDS = {"Certificate", "Issuer", "ServiceMonitor", "PodMonitor"}
+STORES: list[dict[str, Any]] = [{}, ETCD, SQLITE]
+SECURITY: list[dict[str, Any]] = [{}, {"tls.certManager.issuer.name": "corp"}, GIVEN, {"insecure": True}]
+NODES: list[dict[str, Any]] = [
+    {},
+    {"agent.gpu": False, "agent.backend": "app_channel", "agent.groups": ["t:memory=8GiB"]},
+    {"agent.enabled": False},
+]
+SIGHT: list[dict[str, Any]] = [
+    {"networkPolicy.enabled": False, "orchestrator.podDisruptionBudget.enabled": False},
+    {**MONITOR, "tracing.otlp": "http://otel:4317", "dra.claims": [{"name": "train", "count": 8}]},
+]
+MATRIX = [
+    {**store, **security, **nodes, **sight}
+    for store, security, nodes, sight in itertools.product(STORES, SECURITY, NODES, SIGHT)
+]
+
+
+@pytest.mark.parametrize("number", range(len(MATRIX)))
+def test_the_objects_are_valid_and_the_commands_are_taken(number: int) -> None:
+    rendered = render(**MATRIX[number])
+    for thing in rendered.objects:
+        if thing["kind"] in CRDS:
+            continue  # of cert-manager and the Prometheus operator: no schema here
+        for version in VERSIONS:
+            kubernetes_validate.validate(thing, version, strict=True)
+    names = [(o["kind"], o["metadata"]["name"]) for o in rendered.objects]
+    assert len(set(names)) == len(names)
+    _check_commands(rendered)
+    _check_mounts(rendered)
+
+
+@pytest.mark.parametrize("values", [{}, {**ETCD, **GIVEN, **MONITOR}, {**SQLITE, "insecure": True}])
+def test_lint(values: dict[str, Any]) -> None:
+    assert "0 chart(s) failed" in run("lint", str(CHART), "--strict", **values)
+
+
+def _check_commands(rendered: Rendered) -> None:
+    for part, kind in (("orchestrator", OrchestratorConfig), ("agent", AgentConfig)):
+        args = rendered.args(part)
+        if not args:
+            continue
+        group = typer.main.get_command(app)
+        command = group.commands[args[0]]  # type: ignore[attr-defined]
+        given = command.make_context(args[0], args[1:]).params
+        parse_settings(given["set_"] or (), kind)
+        tls = make_tls(given["tls_cert"], given["tls_key"], given["tls_ca"])
+        assert (tls is None) == given["insecure"] == (given["token_secret"] is None)
+        if part == "orchestrator":
+            check_location(given["store"], insecure=given["insecure"])
+        else:
+            assert (given["topology"], given["node"]) == (KUBERNETES, "node-1")
+
+
+def _check_mounts(rendered: Rendered) -> None:
+    """Every file that a command names is in a volume, and every volume is mounted."""
+    for part in ("orchestrator", "agent"):
+        mounted = {
+            mount["mountPath"]: mount["name"] for mount in rendered.container(part).get("volumeMounts", ())
+        }
+        claims = rendered.workload(part).get("spec", {}).get("volumeClaimTemplates", ())
+        volumes = {v["name"] for v in rendered.pod(part).get("volumes", ())}
+        assert {*volumes, *(claim["metadata"]["name"] for claim in claims)} == set(mounted.values())
+        for arg in rendered.args(part):
+            for path in (word for word in arg.replace("&", "=").split("=") if word.startswith("/")):
+                assert any(path.startswith(mount) for mount in mounted), arg
+
+
+def test_nobody_is_privileged() -> None:
+    for part in ("orchestrator", "agent"):
+        context = default().container(part)["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["capabilities"]["drop"] == ["ALL"]
+        assert not context.get("privileged")
+        assert not default().pod(part).get("hostNetwork")
+        assert not default().pod(part).get("hostIPC")
+    assert "add" not in default().container("orchestrator")["securityContext"]["capabilities"]
+    assert default().container("agent")["securityContext"]["capabilities"]["add"] == ["SYS_PTRACE", "KILL"]
+    assert default().pod("orchestrator")["securityContext"]["runAsNonRoot"] is True
+    assert [v["name"] for v in default().pod("agent")["volumes"] if "hostPath" in v] == ["state"]
+
+
+def test_each_may_ask_the_api_for_what_it_needs_only() -> None:
+    role, cluster = default().of("Role"), default().of("ClusterRole")
+    assert {r for rule in role["rules"] for r in rule["resources"]} == {"configmaps", "leases"}
+    assert [(rule["resources"], rule["verbs"]) for rule in cluster["rules"]] == [
+        (["nodes", "pods"], ["get", "list", "watch"])
+    ]
+    assert default().pod("orchestrator")["automountServiceAccountToken"] is True
+    assert render(**SQLITE).pod("orchestrator")["automountServiceAccountToken"] is False
+
+
+def test_the_secret_it_makes_is_a_token_secret(tmp_path) -> None:
+    made = default().of("Secret")["data"]["token.secret"]
+    file = tmp_path / "token.secret"
+    file.write_bytes(base64.b64decode(made))
+    file.chmod(0o600)
+    assert len(read_keys(file)) == 1
+    assert render().of("Secret")["data"]["token.secret"] != made
+
+
+def test_a_leader_s_address_is_in_its_certificate() -> None:
+    (told,) = (a for a in default().args("orchestrator") if a.startswith("--advertise="))
+    host = told.removeprefix("--advertise=").partition(":")[0]
+    names = default().of("Certificate", "-orchestrator")["spec"]["dnsNames"]
+    assert f"*.{host.partition('.')[2]}" in names
+    assert default().workload("orchestrator")["spec"]["serviceName"] == host.split(".")[1]
+    (dialled,) = (a for a in default().args("agent") if a.startswith("--orchestrator="))
+    assert dialled.removeprefix("--orchestrator=").partition(":")[0] in names
