@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coslice.cli import admin, doctor, move, security, simulate_commands
+from coslice.cli import admin, bench_commands, doctor, move, proof_commands, security, simulate_commands
 from coslice.cli.plan import groups_given, plan
 from coslice.cli.profile import profile
 from coslice.errors import ConfigError, CosliceError
@@ -30,10 +30,6 @@ app = typer.Typer(
         "[b]coslice status[/b] shows who runs."
     ),
 )
-bench_app = typer.Typer(
-    no_args_is_help=True, help="Measure coslice itself; every figure is a ratio of one run."
-)
-app.add_typer(bench_app, name="bench")
 app.command()(profile)
 app.command()(plan)
 
@@ -62,7 +58,8 @@ Set = Annotated[
         help="A time or a limit, e.g. [b]max_hold=30m[/b]; repeat for several (docs/settings.md lists them).",
     ),
 ]
-simulate_commands.add(app, bench_app)
+proof_commands.add(app)
+simulate_commands.add(app, bench_commands.add(app))
 security.add(app)
 move.add(app)
 doctor.add(app)
@@ -578,56 +575,6 @@ def replay(
     write_replay(journal, out, perfetto)
 
 
-@app.command()
-def chaos(
-    seeds: Annotated[int, typer.Option(min=1, help="How many runs.")] = 1000,
-    start: Annotated[int, typer.Option(help="The first seed.")] = 0,
-    seed: Annotated[
-        int | None, typer.Option(metavar="ONE", help="Replay one seed and print its whole story.")
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
-    ] = None,
-) -> None:
-    """Shake the real cores in a simulated cluster: crashes, lost messages, failing moves."""
-    from coslice.cli.chaos import run_chaos
-
-    raise typer.Exit(run_chaos(seeds=seeds, start=start, out=json, one=seed, workers=workers))
-
-
-@app.command()
-def explore(
-    nodes: Annotated[int, typer.Option(min=1, max=3)] = 2,
-    jobs: Annotated[int, typer.Option(min=1, max=4)] = 3,
-    acquires: Annotated[int, typer.Option(min=1, help="Acquires of each job.")] = 2,
-    troubles: Annotated[
-        int,
-        typer.Option(min=0, max=2, help="In one run: 1 of any kind; 2: also a crash and a failed operation."),
-    ] = 1,
-    whole: Annotated[
-        bool, typer.Option("--whole", help="Jobs that can be frozen in the middle of a phase.")
-    ] = False,
-    seconds: Annotated[float, typer.Option(help="Stop then, incomplete.")] = float("inf"),
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
-    ] = None,
-) -> None:
-    """Walk the real cores through every order of events of a small cluster."""
-    from coslice.cli.explore import run_explore
-
-    status = run_explore(
-        nodes=nodes,
-        jobs=jobs,
-        acquires=acquires,
-        troubles=troubles,
-        whole=whole,
-        seconds=seconds,
-        out=json,
-    )
-    raise typer.Exit(status)
-
-
 @app.command(name="check-phases", context_settings={"allow_interspersed_args": False})
 def check_phases(
     command: Annotated[list[str], typer.Argument(help="The job's command, after `--`.", metavar="COMMAND…")],
@@ -653,68 +600,6 @@ def check_phases(
     if not names:
         raise ConfigError("--group names no group")
     raise typer.Exit(check(command, groups=names, swap_s=swap_s, out=json))
-
-
-@bench_app.command()
-def handoff(
-    nodes: Annotated[int, typer.Option(min=1, max=16, help="Agents, each a process of its own.")] = 1,
-    rounds: Annotated[int, typer.Option(min=20, help="Hand-overs to measure.")] = 300,
-    upstream: Annotated[
-        bool, typer.Option("--upstream", help="A caller of llm-d's wire against a native client.")
-    ] = False,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
-    ] = None,
-) -> None:
-    """Latency of acquire and hand-over against a unary echo: real processes, real sockets, SQLite FULL."""
-    from coslice.cli.bench import bench_handoff
-
-    bench_handoff(nodes=nodes, rounds=rounds, upstream=upstream, out=json)
-
-
-@bench_app.command()
-def swap(
-    size: Annotated[str, typer.Option(metavar="SIZE", help="State of one job.")] = "1GiB",
-    rounds: Annotated[int, typer.Option(min=3, help="Pairs of swap and plain copy; medians are told.")] = 7,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
-    ] = None,
-) -> None:
-    """What swaps of real state cost against plain copies: alone, incremental, in parts, overlapped."""
-    from coslice.cli.bench_swap import bench_swap
-    from coslice.sizes import parse_size
-
-    bench_swap(size=parse_size(size), rounds=rounds, out=json)
-
-
-@bench_app.command()
-def scale(
-    groups: Annotated[int, typer.Option(min=1)] = 1000,
-    jobs: Annotated[int, typer.Option(min=2, help="In all, each on a TCP connection of its own.")] = 10000,
-    rate: Annotated[float, typer.Option(min=1.0, help="Hand-overs a second, all groups together.")] = 200.0,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure.")] = 30.0,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
-    ] = None,
-) -> None:
-    """One orchestrator process under many groups and connections: hand-overs, memory, idle processor time."""
-    from coslice.cli.bench_scale import bench_scale
-
-    bench_scale(groups=groups, jobs=jobs, rate=rate, seconds=seconds, out=json)
-
-
-@bench_app.command()
-def driver(
-    groups: Annotated[int, typer.Option(min=1, help="Groups, each with two jobs that take turns.")] = 100,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure.")] = 5.0,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
-    ] = None,
-) -> None:
-    """Hand-overs a second through lock, driver, journal and SQLite FULL, without wire and agents."""
-    from coslice.cli.bench_driver import bench_driver
-
-    bench_driver(groups=groups, seconds=seconds, out=json)
 
 
 def main() -> None:
