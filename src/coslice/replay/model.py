@@ -4,43 +4,12 @@ Called by ``page.render``. It knows the journal's lines (runtime/journal.py writ
 All times are seconds on the orchestrator's monotonic clock; intervals are ``[begin, end)``.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import Struct
 
-Line = Mapping[str, Any]
-
-
-class Interval(Struct, kw_only=True):
-    """One stretch of a lane. ``kind`` is held, waiting, swapping, moving_out, moving_in or off."""
-
-    kind: str
-    job: str
-    begin: float
-    end: float
-    text: str = ""
-    phase: str = ""
-    epoch: int = 0
-    bytes: int = 0
-
-
-class Decision(Struct, kw_only=True):
-    at: float
-    code: str
-    text: str
-    job: str = ""
-
-
-class GroupReplay(Struct, kw_only=True):
-    group: str
-    jobs: list[str]
-    intervals: list[Interval] = []
-    queue: list[tuple[float, int]] = []
-    """Depth of the queue from that time on."""
-    decisions: list[Decision] = []
-    blocks: list[tuple[float, float]] = []
-    """Stretches of activity: between them nobody held or wanted the lock."""
+from coslice.observe.timeline import GroupReader, GroupReplay, Interval, Line
 
 
 class SoloRun(Struct, kw_only=True):
@@ -67,132 +36,9 @@ class Replay(Struct, kw_only=True):
     lines: int
 
 
-class _GroupReader:
-    """Folds the events of one group into intervals; each line carries the state after its event."""
-
-    def __init__(self, group: str) -> None:
-        self.replay = GroupReplay(group=group, jobs=[])
-        self._occupancy = ("empty", "", 0)
-        self._since = 0.0
-        self._waiting: dict[str, tuple[str, float, str]] = {}
-        self._phases: dict[str, str] = {}
-        self._swap_bytes = 0
-        self._grant_text = ""
-        self._yielded_at: dict[str, float] = {}
-        self._depth = 0
-
-    def read(self, line: Line) -> None:
-        at, event, state = float(line["t"]), line["event"], line.get("state") or {}
-        reasons = [(str(code), str(text)) for code, text in line.get("reasons", ())]
-        self._decide(at, event, reasons)
-        kind = event.get("type")
-        if kind == "AcquireRequested":
-            self._asked(at, event)
-        elif kind == "AcquireAbandoned":
-            self._answered(at, event.get("request", ""), "gave up")
-        elif kind == "OpSucceeded":
-            self._swap_bytes += int(event.get("bytes_in", 0)) + int(event.get("bytes_out", 0))
-        for effect in line.get("effects", ()):
-            if effect.get("type") == "Grant":
-                self._granted(at, effect)
-            elif effect.get("type") == "Refuse":
-                self._answered(at, effect.get("request", ""), str(effect.get("reason", "")))
-        self._moved_to(at, state)
-
-    def finish(self, at: float) -> None:
-        self._moved_to(at, {"occupancy": "empty", "job": None, "epoch": -1})
-        for request in list(self._waiting):
-            self._answered(at, request, "still waiting when the journal ends")
-        self.replay.intervals.sort(key=lambda interval: (interval.begin, interval.end))
-        self.replay.blocks = _blocks(self.replay.intervals)
-
-    def _job(self, job: str) -> str:
-        if job and job not in self.replay.jobs:
-            self.replay.jobs.append(job)
-        return job
-
-    def _decide(self, at: float, event: Line, reasons: Iterable[tuple[str, str]]) -> None:
-        for code, text in reasons:
-            self.replay.decisions.append(
-                Decision(at=at, code=code, text=text, job=str(event.get("job") or event.get("culprit") or ""))
-            )
-
-    def _asked(self, at: float, event: Line) -> None:
-        job, request = self._job(str(event["job"])), str(event["request"])
-        if request not in self._waiting:
-            self._waiting[request] = (job, at, str(event.get("phase", "")))
-            if (left := self._yielded_at.pop(job, None)) is not None:
-                self.replay.intervals.append(
-                    Interval(kind="off", job=job, begin=left, end=at, text="off the accelerator")
-                )
-        self._phases[job] = str(event.get("phase", ""))
-
-    def _granted(self, at: float, effect: Line) -> None:
-        reason = effect.get("reason") or {}
-        text = reason.get("text", "") if isinstance(reason, Mapping) else str(reason)
-        self._grant_text = str(text)
-        self._answered(at, str(effect.get("request", "")), str(text))
-
-    def _answered(self, at: float, request: str, text: str) -> None:
-        if (waiter := self._waiting.pop(request, None)) is not None:
-            job, since, phase = waiter
-            if at > since:
-                self.replay.intervals.append(
-                    Interval(kind="waiting", job=job, begin=since, end=at, text=text, phase=phase)
-                )
-
-    def _moved_to(self, at: float, state: Line) -> None:
-        depth = len(state.get("waiting") or ())
-        if depth != self._depth:
-            self._depth = depth
-            self.replay.queue.append((at, depth))
-        now = (
-            str(state.get("occupancy", "empty")),
-            str(state.get("job") or ""),
-            int(state.get("epoch") or 0),
-        )
-        before = self._occupancy
-        if now[:2] == before[:2] and (now[2] == before[2] or before[0] not in ("held", "swapping")):
-            self._occupancy = now
-            return
-        kind, job, epoch = before
-        if kind in ("held", "swapping"):
-            moved = self._swap_bytes if kind == "swapping" else 0
-            self.replay.intervals.append(
-                Interval(
-                    kind=kind,
-                    job=self._job(job),
-                    begin=self._since,
-                    end=at,
-                    phase=self._phases.get(job, "") if kind == "held" else "",
-                    epoch=epoch,
-                    bytes=moved,
-                    text=self._grant_text if kind == "held" else "",
-                )
-            )
-            if kind == "held":
-                self._yielded_at[job] = at
-            self._swap_bytes = 0
-        self._occupancy, self._since = now, at
-
-
-def _blocks(intervals: list[Interval]) -> list[tuple[float, float]]:
-    """Merge what touches; a pause longer than any job's own off-time begins a new block."""
-    pause = max([5.0, *(1.5 * (i.end - i.begin) for i in intervals if i.kind == "waiting")])
-    blocks: list[tuple[float, float]] = []
-    for interval in intervals:
-        if interval.kind == "off":
-            continue
-        if blocks and interval.begin - blocks[-1][1] <= pause:
-            blocks[-1] = (blocks[-1][0], max(blocks[-1][1], interval.end))
-        else:
-            blocks.append((interval.begin, interval.end))
-    return blocks
-
-
 def build(header: Line, lines: Iterable[Line], *, torn: bool, damaged: int = 0) -> Replay:
     """Everything the page needs, from the lines of one journal."""
-    readers: dict[str, _GroupReader] = {}
+    readers: dict[str, GroupReader] = {}
     solo: list[SoloRun] = []
     rewards: dict[str, list[list[float]]] = {}
     sessions: dict[tuple[str, str], list[float]] = {}
@@ -205,7 +51,7 @@ def build(header: Line, lines: Iterable[Line], *, torn: bool, damaged: int = 0) 
         at = float(line.get("t", end))
         if "event" in line:
             end = max(end, at)
-            readers.setdefault(str(line["group"]), _GroupReader(str(line["group"]))).read(line)
+            readers.setdefault(str(line["group"]), GroupReader(str(line["group"]))).read(line)
         elif "note" in line:
             note = line["note"]
             if note.get("name") == "reward":

@@ -8,10 +8,12 @@ from pathlib import Path
 import msgspec
 
 from coslice.errors import ConfigError
+from coslice.observe.pages import asset
 from coslice.replay.model import build
 from coslice.runtime.journal import read_journals
 
 _PLACE = "/*REPLAY-DATA*/null"
+_CSS, _JS = "/*DRAWING-CSS*/", "/*DRAWING-JS*/"
 
 
 def render(journal: str | Path, out: str | Path) -> None:
@@ -27,10 +29,12 @@ def render(journal: str | Path, out: str | Path) -> None:
     data = msgspec.json.encode(replay).decode()
     # Inside <script> only "</" can end the data; "<!--" would start a comment state.
     safe = data.replace("</", "<\\/").replace("<!--", "<\\u0021--")
-    template = files("coslice.replay").joinpath("page.html").read_text(encoding="utf-8")
-    if _PLACE not in template:
-        raise RuntimeError("page.html has no place for the data")
-    write_whole(Path(out), template.replace(_PLACE, safe))
+    page = files("coslice.replay").joinpath("page.html").read_text(encoding="utf-8")
+    for place, text in ((_CSS, asset("drawing.css")), (_JS, asset("drawing.js")), (_PLACE, safe)):
+        if page.count(place) != 1:
+            raise RuntimeError(f"page.html has no place for {place}")
+        page = page.replace(place, text)
+    write_whole(Path(out), page)
 
 
 def write_whole(out: Path, text: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from coslice.replay.model import GroupReplay, Interval, Replay, build
+from coslice.observe.timeline import GroupReplay, Interval
+from coslice.replay.model import Replay, build
 from coslice.replay.page import write_whole
 from coslice.runtime.journal import read_journal
 
