@@ -14,6 +14,7 @@ from rich.text import Text
 
 from coslice.cli.rpc import TIMEOUT, group_status, orchestrator
 from coslice.errors import ConfigError
+from coslice.observe.rows import NodeRow, row
 from coslice.sizes import format_size
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -75,59 +76,29 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
     )
     for column in ("job", "lock", "state is", "size", "waits"):
         table.add_column(column)
-    waits = {waiter.job: waiter for waiter in group.waiters}
-    where: dict[str, list[str]] = {}
-    sizes: dict[str, int] = {}
-    for node in group.nodes:
-        for context in node.contexts:
-            word = pb.ContextState.Name(context.state).lower()
-            if context.state == pb.LOST and context.reason:
-                word = f"lost: {context.reason}"
-            where.setdefault(context.job, []).append(
-                word if len(group.nodes) == 1 else f"{word} on {node.node}"
-            )
-            sizes[context.job] = sizes.get(context.job, 0) + context.bytes
-    judged = {one.job: one for one in group.admission.members if one.state != "seated"}
-    names = dict.fromkeys([*(job.job for job in group.jobs), *where, *waits, *judged])
-    faults = {job.job: job.fault for job in group.jobs if job.fault}
-    lost = {job.job: job.lost_left_s for job in group.jobs if job.HasField("lost_left_s")}
-    for job in names:
-        lock = group.state if job == group.job and group.state != "empty" else ""
-        if job in waits and waits[job].frozen:
-            lock = "frozen in a phase"
-        if job in lost:
-            lock = f"{lock} [yellow]connection lost, {lost[job]:.0f} s left[/yellow]".strip()
-        wait = f"{waits[job].waited_s:.1f} s  {waits[job].reason}" if job in waits else ""
-        if job in judged:
-            lock = f"{lock} [yellow]{_at_door(judged[job])}[/yellow]".strip()
-            wait = wait or judged[job].reason
-        state = escape(", ".join(where.get(job, []))) or "nowhere"
-        if job in faults:
-            state = f"[red]faulted[/red]: {escape(faults[job])}"
-        table.add_row(escape(job), lock, state, format_size(sizes[job]) if job in sizes else "", escape(wait))
-    for node in group.nodes:
-        budget = f"{format_size(node.device_used_bytes)} of {format_size(node.device_budget_bytes)}"
+    about = row(group)
+    for job in about.jobs:
+        lock, wait = job.lock, f"{job.waited_s:.1f} s  {job.reason}" if job.place else ""
+        if job.lost_left_s is not None:
+            lock = f"{lock} [yellow]connection lost, {job.lost_left_s:.0f} s left[/yellow]".strip()
+        if job.door:
+            lock = f"{lock} [yellow]{job.door}[/yellow]".strip()
+            wait = wait or job.door_reason
+        state = f"[red]faulted[/red]: {escape(job.fault)}" if job.fault else escape(job.where) or "nowhere"
+        size = format_size(job.bytes) if job.where else ""
+        table.add_row(escape(job.job), lock, state, size, escape(wait))
+    for node in about.nodes:
+        budget = f"{format_size(node.device_used)} of {format_size(node.device_budget)}"
         line = f"device {budget}, {_host(node)}" if node.attached else "[red]no agent attached[/red]"
         table.add_row(f"[dim]node {escape(node.node)}[/dim]", "", f"[dim]{line}[/dim]", "", "")
     return table
 
 
-def _at_door(member: pb.AdmissionMember) -> str:
-    if member.state == "judged":
-        return "admission warns"
-    queued = f" for {member.queued_s:.0f} s" if member.queued_s else ""
-    return f"admission: {member.state}{queued}"
-
-
-PRESSURE = 0.9
-"""Share of the host budget with saved state in it, from which the next one may not fit."""
-
-
-def _host(node: pb.NodeStatus) -> str:
-    host = f"host {format_size(node.host_used_bytes)} of {format_size(node.host_budget_bytes)}"
-    if node.disk_budget_bytes:
-        host += f", disk {format_size(node.disk_used_bytes)} of {format_size(node.disk_budget_bytes)}"
-    if node.host_held_bytes > PRESSURE * node.host_budget_bytes > 0:
+def _host(node: NodeRow) -> str:
+    host = f"host {format_size(node.host_used)} of {format_size(node.host_budget)}"
+    if node.disk_budget:
+        host += f", disk {format_size(node.disk_used)} of {format_size(node.disk_budget)}"
+    if node.short:
         host += " [yellow]host memory is short[/yellow]"
     return host
 

@@ -27,6 +27,8 @@ class Board:
         """By part: why it is not ready; empty: it is."""
         self.routes: list[BaseRoute] = []
         """Further pages. They are served to whoever may read the metrics."""
+        self.open: set[str] = set()
+        """Paths of those that everybody may read: they must say nothing of jobs."""
         version = importlib.metadata.version("coslice")
         self.add(Source((INFO,), lambda: None, lambda _: [(INFO, (version,), 1.0)]))
 

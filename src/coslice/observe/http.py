@@ -2,7 +2,8 @@
 
 Runs in the event loop of the process. The same rule as for every other port: what other machines can reach
 needs TLS and tokens (any valid token may read), or is refused; metrics name jobs. The two health pages say
-nothing of jobs and are open to all, for probes that have no token.
+nothing of jobs and are open to all, for probes that have no token; so is a page's empty form, which asks for
+one.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coslice.errors import ConfigError
@@ -108,22 +109,26 @@ def make_app(board: Board, keys: Sequence[bytes] = ()) -> Starlette:
         lines = [f"{part}: {why}\n" for part, why in waiting.items()]
         return PlainTextResponse("".join(lines) or "ready\n", status_code=503 if waiting else 200)
 
+    async def further(scope: Scope, receive: Receive, send: Send) -> None:
+        await Router(board.routes)(scope, receive, send)  # apps may be made after this one
+
     own: list[BaseRoute] = [
         Route("/metrics", metrics),
         Route("/healthz", healthz),
         Route("/readyz", readyz),
+        Mount("/", app=further),
     ]
-    return Starlette(routes=[*own, *board.routes], middleware=[Middleware(_Guard, keys=tuple(keys))])
+    return Starlette(routes=own, middleware=[Middleware(_Guard, keys=tuple(keys), open_too=board.open)])
 
 
 class _Guard:
     """Any valid token may read, as over gRPC."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
-        self._app, self._keys = app, keys
+    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...], open_too: set[str]) -> None:
+        self._app, self._keys, self._open_too = app, keys, open_too
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = scope["type"] == "http" and self._keys and scope["path"] not in OPEN
+        asked = scope["type"] == "http" and self._keys and scope["path"] not in (*OPEN, *self._open_too)
         why = self._problem(Headers(scope=scope).get("authorization", "")) if asked else ""
         app = PlainTextResponse(f"{why}\n", 401, {"WWW-Authenticate": "Bearer"}) if why else self._app
         await app(scope, receive, send)

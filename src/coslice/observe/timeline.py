@@ -59,13 +59,13 @@ class GroupReader:
         self._depth = 0
         self._frozen: dict[str, float] = {}
 
-    def resume(
-        self, at: float, occupancy: tuple[str, str, int], waiting: Mapping[str, tuple[str, float, str]], depth: int
-    ) -> None:
-        """Begin in the middle. ``at``: since when the lock is as it is; ``waiting``: job, since when and phase by
-        request."""
-        self._occupancy, self._since, self._waiting = occupancy, at, dict(waiting)
-        self._depth = depth
+    def resume(self, going_on: Interval, waiting: Mapping[str, tuple[str, float, str]], depth: int) -> None:
+        """Begin in the middle. ``going_on``: what the lock does, by its kind; ``waiting``: job, since when
+        and phase by request; ``depth``: of the queue."""
+        now = going_on
+        self._occupancy, self._since, self._grant_text = (now.kind, now.job, now.epoch), now.begin, now.text
+        self._waiting, self._depth = dict(waiting), depth
+        self._phases[now.job] = now.phase
 
     def take(self) -> tuple[list[Interval], list[tuple[float, int]], list[Decision]]:
         """What was read since the last time, handed over: intervals that ended, the queue, decisions."""

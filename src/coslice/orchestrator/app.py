@@ -31,7 +31,7 @@ from coslice.errors import ConfigError
 from coslice.observe.board import Board
 from coslice.observe.metric import Reading, Source
 from coslice.observe.tracing import Tracing
-from coslice.orchestrator import metrics
+from coslice.orchestrator import dashboard, metrics
 from coslice.orchestrator.admin import Admin
 from coslice.orchestrator.admission import Admissions
 from coslice.orchestrator.agents import Agents
@@ -39,6 +39,7 @@ from coslice.orchestrator.config import OrchestratorConfig, agents_address, chec
 from coslice.orchestrator.desk import Desk
 from coslice.orchestrator.groups import Groups
 from coslice.orchestrator.job_meter import OF_JOBS
+from coslice.orchestrator.live import Live, Term
 from coslice.orchestrator.metrics import Pushed
 from coslice.orchestrator.observer import Observer
 from coslice.orchestrator.outbox import End
@@ -102,11 +103,17 @@ class OrchestratorApp:
         pushed = Pushed(board.registry) if board is not None else None
         self._observer = Observer(pushed, Traces(tracing) if tracing is not None else None)
         self._pushed = pushed
+        self.live = Live(self._look) if board is not None else None
+        """What the dashboard shows."""
+        self._watchers: Watchers | None = None
+        """Of the present term."""
         self._shown: _Shown | None = None
         """What the metrics are read from; None while this process stands by."""
         if board is not None:
             board.ready["orchestrator"] = lambda: "" if self._ready.is_set() else "it is starting"
             self._add_metrics(board)
+        if board is not None and self.live is not None:
+            dashboard.add(board, self.live)
         self.instance = ""
         """Changes with every start; clients and agents see it in their welcome."""
         self._address = ""
@@ -161,6 +168,12 @@ class OrchestratorApp:
         self._address, self.agents_address = address, agents
         self._ready.set()
         log.info("orchestrator listens on %s", address)
+
+    def _look(self, live: Live | None) -> None:
+        """Somebody looks at the dashboard; None: nobody does any more."""
+        self._observer.live = None if live is None else live.heard
+        if self._watchers is not None:
+            self._watchers.also = None if live is None else live.changed
 
     def _advertised(self, address: str, agents: str) -> tuple[str, str]:
         """What others are told to dial: for clients, and for agents."""
@@ -230,7 +243,9 @@ class OrchestratorApp:
     async def _end_term(self, end: End | None = None) -> None:
         """Idempotent. ``end``: what the open streams are told; None: they ended already."""
         self._desk.close()
-        self._shown = None
+        self._shown = self._watchers = None
+        if self.live is not None:
+            self.live.lead(None)
         if self._service is not None and end is not None:
             self._service.stop(end)
         self._service = None
@@ -321,6 +336,9 @@ class OrchestratorApp:
         self._observer.admission = admission.heard
         groups.start(saved, perform)
         self._shown = _Shown(groups, sessions, agents, journal, admission)
+        if self.live is not None:
+            self._watchers = watchers
+            self.live.lead(Term(self.instance, groups=groups, admission=admission, clock=clock))
         self._supervisor.start("admission", admission.run())
         service = OrchestratorService(
             instance=self.instance,
@@ -382,6 +400,8 @@ class OrchestratorApp:
 
         Idempotent.
         """
+        if self.live is not None:
+            self.live.close()
         await self._open.aclose()
 
     async def _end_streams(self, server: grpc.aio.Server, health: HealthServicer) -> None:

@@ -25,6 +25,8 @@ class Observer:
     def __init__(self, pushed: Pushed | None = None, traces: Traces | None = None) -> None:
         self._pushed, self.traces = pushed, traces
         self.admission: Heard | None = None
+        self.live: Heard | None = None
+        """Set while somebody looks at the dashboard."""
         self._meters: dict[GroupId, Meter] = {}
 
     def opened(self, state: Group) -> None:
@@ -44,6 +46,8 @@ class Observer:
             self.traces.heard(event, step)
         if self.admission is not None:
             self.admission(event, step)
+        if self.live is not None:
+            self.live(event, step)
 
     def deleted(self, group: GroupId) -> None:
         meter = self._meters.pop(group, None)

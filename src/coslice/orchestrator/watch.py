@@ -1,7 +1,7 @@
 """Tells those who watch the status that something changed. Many changes at once are told once."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from coslice.core.ids import GroupId
 
@@ -13,11 +13,15 @@ class Watchers:
     def __init__(self) -> None:
         self._changes: dict[asyncio.Event, str] = {}
         self._stopping = False
+        self.also: Callable[[GroupId], None] | None = None
+        """Called at once, after each change."""
 
     def changed(self, group: GroupId) -> None:
         for event, watched in self._changes.items():
             if watched in ("", group):
                 event.set()
+        if self.also is not None:
+            self.also(group)
 
     def stop(self) -> None:
         self._stopping = True

@@ -1,4 +1,4 @@
-"""What the pages are made of. ``drawing`` draws timelines, for the replay page and for the dashboard alike."""
+"""What pages are made of. ``drawing`` draws timelines, for the replay page and for the dashboard alike."""
 
 from importlib.resources import files
 

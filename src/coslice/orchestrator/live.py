@@ -1,0 +1,325 @@
+"""What the dashboard shows, kept while somebody looks: the timeline of each group, and its status now.
+
+Hears every step after it was saved (``Observer``) and every change (``Watchers``), but only takes them down;
+once a tick they are read, what changed is encoded once and put into each viewer's mailbox. Nobody looks:
+nothing is heard and nothing is kept. Decides nothing.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, assert_never
+
+import msgspec
+from msgspec import Struct
+
+from coslice.core import effects as fx
+from coslice.core import events as ev
+from coslice.core.brief import brief, occupancy_name
+from coslice.core.group_state import Empty, Group, Held, Resident, Swapping, occupant, waiting
+from coslice.core.ids import GroupId
+from coslice.core.outcome import Step
+from coslice.observe.mailbox import Mailbox
+from coslice.observe.rows import GroupRow, row
+from coslice.observe.timeline import Decision, GroupReader, Interval
+from coslice.orchestrator import explain, views
+from coslice.orchestrator.admission import Admissions
+from coslice.orchestrator.groups import GroupLock, Groups
+from coslice.runtime.clock import Clock
+
+TICK_S = 0.025
+"""Between two messages, at least: what changes meanwhile goes into the same one."""
+REFRESH_S = 2.0
+"""Groups in which somebody waits are told again: prose tells times."""
+LINGER_S = 60.0
+"""After the last viewer left, so that a page that is loaded again keeps its timeline."""
+BEAT_S = 10.0
+MAX_VIEWERS = 50
+PAST = 20_000
+"""Intervals kept in all; each group has its share, from 20 to 400."""
+LOG = 60
+"""Decisions kept of each group."""
+
+
+class Term:
+    """What the present term knows of its groups."""
+
+    def __init__(self, instance: str, *, groups: Groups, admission: Admissions, clock: Clock) -> None:
+        self.instance, self.groups = instance, groups
+        self._admission, self._clock = admission, clock
+        self.now = clock.now
+
+    def row(self, lock: GroupLock) -> GroupRow:
+        admission = self._admission.status(lock)
+        return row(views.status(lock.state, policy=lock.policy, now=self.now(), admission=admission))
+
+    def story(self, lock: GroupLock, job: str) -> list[str] | None:
+        """As ``coslice explain`` tells it; None: the group knows no such job."""
+        said = self._admission.lines(lock, job) if job else []
+        if job and not said and not explain.known(lock, job):
+            return None
+        return explain.explain(lock, self.groups, now=self.now(), job=job, last=explain.LINES, admission=said)
+
+
+class Told(Struct, kw_only=True):
+    """One group in a message: its status now, what goes on, and what ended since the last message."""
+
+    row: GroupRow
+    open: list[Interval]
+    past: list[Interval]
+    queue: list[tuple[float, int]]
+    log: list[Decision]
+
+
+class Message(Struct, kw_only=True):
+    seq: int
+    now: float
+    orchestrator: str
+    """Empty: it stands by, another leads."""
+    groups: list[Told]
+    gone: list[str] = []
+
+
+class _Past:
+    """Of one group, since somebody began to look."""
+
+    def __init__(self, state: Group) -> None:
+        self.reader = GroupReader(state.id)
+        self.intervals: deque[Interval] = deque()
+        self.queue: deque[tuple[float, int]] = deque([(state.since, len(state.waiters))], maxlen=200)
+        self.log: deque[Decision] = deque(maxlen=LOG)
+        asked = {
+            str(ask.request): (str(waiter.job), waiter.since, waiter.phase)
+            for waiter in waiting(state)
+            for ask in waiter.asks
+        }
+        self.reader.resume(_lock_of(state), asked, len(state.waiters))
+
+
+def _lock_of(state: Group) -> Interval:
+    on, kind, job = state.occupancy, occupancy_name(state), str(occupant(state) or "")
+    match on:
+        case Held():
+            text = on.reason.text
+            return Interval(
+                kind=kind, job=job, begin=on.since, end=0, phase=on.phase, epoch=on.epoch, text=text
+            )
+        case Swapping():
+            return Interval(kind=kind, job=job, begin=on.since, end=0, epoch=on.epoch)
+        case Empty() | Resident():
+            return Interval(kind=kind, job=job, begin=state.since, end=0, epoch=state.epoch)
+        case _:
+            assert_never(on)
+
+
+class Live:
+    def __init__(self, listen: Callable[["Live | None"], None], *, linger: float = LINGER_S) -> None:
+        """``listen``: called with self when somebody begins to look, with None when nobody does any more."""
+        self._listen, self.linger = listen, linger
+        self._source: Term | None = None
+        self._seq = 0
+        self._viewers: dict[Mailbox, asyncio.Event] = {}
+        self._groups: dict[str, _Past] = {}
+        self._unheard: list[tuple[ev.GroupEvent, Step[Group, fx.GroupEffect]]] = []
+        self._dirty: dict[str, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._refresher: asyncio.TimerHandle | None = None
+        self._leaving: asyncio.TimerHandle | None = None
+        self._looking = self._closed = False
+        self._encoder = msgspec.json.Encoder()
+
+    @property
+    def viewers(self) -> int:
+        return len(self._viewers)
+
+    @property
+    def looking(self) -> bool:
+        """Is anything heard and kept?"""
+        return self._looking
+
+    @property
+    def source(self) -> Term | None:
+        return self._source
+
+    def lead(self, source: Term | None) -> None:
+        """Another term begins, or (None) this one is over."""
+        self._source = source
+        if self._looking:
+            self._forget()
+            self._begin()
+            self._listen(self)
+            self._everybody_anew()
+
+    def close(self) -> None:
+        """Streams end. Idempotent."""
+        self._closed = True
+        self._everybody_anew()
+        self._stop_looking()
+
+    # ── what happens ───────────────────────────────────────────────────────
+
+    def heard(self, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
+        self._unheard.append((event, step))
+        self._soon(step.state.id)
+
+    def changed(self, group: GroupId) -> None:
+        self._soon(group)
+
+    def _soon(self, group: str) -> None:
+        self._dirty[group] = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        source = self._source
+        if source is None or not self._dirty:
+            return
+        self._read()
+        dirty, self._dirty = self._dirty, {}
+        now, told, gone = source.now(), list[Told](), list[str]()
+        for name in dirty:
+            lock = source.groups.get(name)
+            if lock is None:
+                self._groups.pop(name, None)
+                gone.append(name)
+            else:
+                told.append(self._tell(source, lock))
+        self._seq += 1
+        message = self._message(
+            "change", Message(seq=self._seq, now=now, orchestrator=source.instance, groups=told, gone=gone)
+        )
+        for mailbox, wake in self._viewers.items():
+            mailbox.put(message)
+            wake.set()
+
+    def _read(self) -> None:
+        unheard, self._unheard = self._unheard, []
+        for event, step in unheard:
+            state = step.state
+            past = self._past(state)
+            line: dict[str, Any] = {
+                "t": event.at,
+                "event": msgspec.to_builtins(event),
+                "effects": msgspec.to_builtins(step.effects),
+                "reasons": [(reason.code, reason.text) for reason in step.reasons],
+                "state": brief(state),
+            }
+            past.reader.read(line)
+
+    def _past(self, state: Group) -> _Past:
+        found = self._groups.get(state.id)
+        if found is None:
+            found = self._groups[state.id] = _Past(state)
+        return found
+
+    def _tell(self, source: Term, lock: GroupLock) -> Told:
+        past, now = self._past(lock.state), source.row(lock)
+        intervals, queue, log = past.reader.take()
+        past.intervals += intervals
+        past.queue += queue
+        past.log += log
+        share = max(20, min(400, PAST // max(1, len(self._groups))))
+        while len(past.intervals) > share:
+            past.intervals.popleft()
+        past.reader.forget_others(job.job for job in now.jobs)
+        return Told(row=now, open=past.reader.going_on(), past=intervals, queue=queue, log=log[-LOG:])
+
+    def _refresh(self) -> None:
+        self._refresher = asyncio.get_running_loop().call_later(REFRESH_S, self._refresh)
+        if self._source is not None:
+            for lock in self._source.groups:
+                if lock.state.waiters or lock.state.lost:
+                    self._soon(lock.id)
+
+    # ── who looks ──────────────────────────────────────────────────────────
+
+    async def follow(self) -> AsyncGenerator[bytes, None]:
+        """A snapshot, then every change, as server-sent events; until it is closed."""
+        with self._viewing() as (mailbox, wake):
+            while not self._closed:
+                wake.clear()
+                if mailbox.behind:
+                    snapshot = self._snapshot()
+                    mailbox.caught_up()  # what happens while it is on its way comes after it
+                    yield snapshot
+                elif messages := mailbox.take():
+                    yield messages
+                else:
+                    try:
+                        async with asyncio.timeout(BEAT_S):
+                            await wake.wait()
+                    except TimeoutError:
+                        yield b": still here\n\n"  # a proxy keeps the connection
+
+    @contextmanager
+    def _viewing(self) -> Iterator[tuple[Mailbox, asyncio.Event]]:
+        mailbox, wake = Mailbox(), asyncio.Event()
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
+        if not self._looking and not self._closed:
+            self._looking = True
+            self._begin()
+            self._refresh()
+            self._listen(self)
+        self._viewers[mailbox] = wake
+        try:
+            yield mailbox, wake
+        finally:
+            del self._viewers[mailbox]
+            if not self._viewers and self._looking:
+                later = asyncio.get_running_loop().call_later
+                self._leaving = later(self.linger, self._stop_looking)
+
+    def _stop_looking(self) -> None:
+        self._listen(None)
+        self._looking = False
+        for timer in (self._timer, self._refresher, self._leaving):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._refresher = self._leaving = None
+        self._forget()
+
+    def _begin(self) -> None:
+        for lock in self._source.groups if self._source is not None else ():
+            self._past(lock.state)
+
+    def _forget(self) -> None:
+        self._groups.clear()
+        self._unheard.clear()
+        self._dirty.clear()
+
+    def _everybody_anew(self) -> None:
+        for mailbox, wake in self._viewers.items():
+            mailbox.take()
+            mailbox.behind = True
+            wake.set()
+
+    def _snapshot(self) -> bytes:
+        if self._timer is not None:  # everybody else is told first what this one is about to see
+            self._timer.cancel()
+            self._tick()
+        source = self._source
+        if source is None:
+            return self._message("snapshot", Message(seq=self._seq, now=0.0, orchestrator="", groups=[]))
+        now, told = source.now(), list[Told]()
+        for lock in source.groups:
+            past = self._past(lock.state)
+            told.append(
+                Told(
+                    row=source.row(lock),
+                    open=past.reader.going_on(),
+                    past=list(past.intervals),
+                    queue=list(past.queue),
+                    log=list(past.log),
+                )
+            )
+        return self._message(
+            "snapshot", Message(seq=self._seq, now=now, orchestrator=source.instance, groups=told)
+        )
+
+    def _message(self, kind: str, message: Message) -> bytes:
+        data = self._encoder.encode(message)
+        return b"id: %d\nevent: %s\ndata: %s\n\n" % (message.seq, kind.encode(), data)

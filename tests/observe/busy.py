@@ -1,0 +1,73 @@
+"""A process of its own: an orchestrator with many groups, an agent, and jobs that take turns all the time.
+
+Prints the address of its dashboard, then that of the orchestrator; ends with its standard input.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+from contextlib import AsyncExitStack
+
+import grpc
+from orchestrator.raw_client import RawClient
+
+from coslice.observe.board import Board
+from coslice.observe.http import HttpServer
+from coslice.orchestrator.app import OrchestratorApp
+from coslice.orchestrator.config import OrchestratorConfig
+from coslice.testing.fake_agent import FakeAgent, slow
+
+MIB = 1 << 20
+
+
+async def take_turns(client: RawClient, groups: list[str], hold: float, luck: random.Random) -> None:
+    while True:
+        granted = await client.acquire(luck.choice(groups))
+        await asyncio.sleep(hold * luck.uniform(0.3, 1.7))  # it computes
+        await client.yielded(granted)
+        await asyncio.sleep(hold * luck.uniform(0.1, 0.6))  # rewards
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--groups", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=60)
+    parser.add_argument("--hold", type=float, default=1.0)
+    parser.add_argument("--swap", type=float, default=0.15)
+    said = parser.parse_args()
+    groups = [f"group-{n:03}" for n in range(said.groups)]
+    jobs = [f"job-{n:02}" for n in range(said.jobs)]
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        board = Board()
+        app = OrchestratorApp(OrchestratorConfig(listen="127.0.0.1:0", stop_grace=0.2), board=board)
+        http = HttpServer(board, "127.0.0.1:0")
+        await http.start()
+        stack.push_async_callback(http.stop)
+        await app.start()
+        stack.push_async_callback(app.stop)
+        states = dict.fromkeys(jobs, 700 * MIB)
+        agent = FakeAgent(
+            app.address, groups=groups, behaviour=slow(said.swap), states=states, device_budget=1000 * MIB
+        )
+        await stack.enter_async_context(agent)
+        turns = []
+        for n, job in enumerate(jobs):
+            client = RawClient(app.address, job)
+            stack.push_async_callback(client.close)
+            await client.connect()
+            mine = [group for k, group in enumerate(groups) if (k + n) % 4 == 0]
+            turns.append(asyncio.create_task(take_turns(client, mine, said.hold, random.Random(n))))
+        print(http.url, app.address, flush=True)
+        until = loop.run_in_executor(None, sys.stdin.read)
+        await asyncio.wait([until, *turns], return_when=asyncio.FIRST_COMPLETED)
+        for turn in turns:
+            turn.cancel()
+        for ended in await asyncio.gather(*turns, return_exceptions=True):
+            if isinstance(ended, Exception) and not isinstance(ended, grpc.RpcError):
+                raise ended
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
