@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +77,15 @@ class UpOptions:
     json: bool = False
 
 
-class App(Protocol):
+class Part(Protocol):
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
+
+
+class App(Part, Protocol):
+    async def wait(self) -> None:
+        """Blocks while all is well."""
+        ...
 
 
 def run_up(options: UpOptions) -> None:
@@ -98,7 +104,7 @@ def run_up(options: UpOptions) -> None:
         )
         orchestrator = OrchestratorApp(applied(config, settings), board=sight.board, tracing=sight.tracing)
 
-        async def serve(stack: AsyncExitStack) -> None:
+        async def serve(stack: AsyncExitStack) -> Sequence[App]:
             await sight.start(stack)
             await _start(stack, orchestrator)
             # The agent dials the address that was really bound: port 0 asks the system for a free one.
@@ -112,6 +118,7 @@ def run_up(options: UpOptions) -> None:
             await _start(stack, agent)
             await agent.wait_ready()
             _announce_up(options, devices, orchestrator.address, agent.address, folder, sight)
+            return orchestrator, agent
 
         _run_until_signal(serve)
 
@@ -153,7 +160,7 @@ def run_orchestrator(
         )
         app = OrchestratorApp(applied(config, times), board=sight.board, tracing=sight.tracing)
 
-        async def serve(stack: AsyncExitStack) -> None:
+        async def serve(stack: AsyncExitStack) -> Sequence[App]:
             await sight.start(stack)
             await _start(stack, app)
             agents = f", agents at [b]{app.agents_address}[/b]" if app.agents_address != app.address else ""
@@ -163,6 +170,7 @@ def run_orchestrator(
                 {"ready": True, "orchestrator": app.address, "agents": app.agents_address, **sight.data()},
                 f"orchestrator at [b]{app.address}[/b]{agents}{role}{sight.text()}",
             )
+            return (app,)
 
         _run_until_signal(serve)
 
@@ -182,7 +190,7 @@ def run_agent(options: UpOptions) -> None:
             tracing=sight.tracing,
         )
 
-        async def serve(stack: AsyncExitStack) -> None:
+        async def serve(stack: AsyncExitStack) -> Sequence[App]:
             await sight.start(stack)
             await _start(stack, agent)
             _say(
@@ -192,6 +200,7 @@ def run_agent(options: UpOptions) -> None:
                 f"{'moving state on request' if options.direct else f'dialling {options.listen}'}"
                 f"{sight.text()}",
             )
+            return (agent,)
 
         _run_until_signal(serve)
 
@@ -438,21 +447,31 @@ class _Sight:
 # ── running ────────────────────────────────────────────────────────────────
 
 
-async def _start(stack: AsyncExitStack, app: App) -> None:
+async def _start(stack: AsyncExitStack, app: Part) -> None:
     # Registered first: a start that fails half-way must be undone as well.
     stack.push_async_callback(app.stop)
     await app.start()
 
 
-def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[None]]) -> None:
+def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[Sequence[App]]]) -> None:
+    """Until a signal, or until a part of an app breaks: then raises ``Crashed``, and the next start takes up
+    what was saved. A process that lives on and serves nothing would be worse."""
+
     async def main() -> None:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(signum, stop.set)
         async with AsyncExitStack() as stack:
-            await serve(stack)
-            await stop.wait()
+            apps = await serve(stack)
+            waits = [asyncio.ensure_future(each) for each in (stop.wait(), *(app.wait() for app in apps))]
+            try:
+                ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+            for wait in ended:
+                wait.result()
             if console.is_terminal:  # where it is a log, only log lines go
                 console.print("stopping …", style="dim")
 
