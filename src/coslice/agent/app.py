@@ -68,6 +68,7 @@ from coslice.store import Store, make_store
 from coslice.store.codec import Codec
 from coslice.store.slot import Slot
 from coslice.wire.malformed import RefuseMalformed
+from coslice.wire.protocol import PROTOCOL
 from coslice.wire.upstream import snapshot_agent_pb2_grpc as up_rpc
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
@@ -479,7 +480,11 @@ class AgentApp:
             for group in self.groups.values()
         ]
         return pb.AgentHello(
-            node=self.config.node, groups=offers, accelerator=accelerator(self.config), instance=self.instance
+            node=self.config.node,
+            groups=offers,
+            accelerator=accelerator(self.config),
+            instance=self.instance,
+            protocol=PROTOCOL,
         )
 
     def _on_command(self, command: pb.AgentCommand) -> None:

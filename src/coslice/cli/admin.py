@@ -48,7 +48,7 @@ def forget(
     """
     from coslice.wire.v1 import coslice_pb2 as pb
 
-    with _stub(address) as stub:
+    with stub_of(address) as stub:
         answer = stub.Forget(pb.ForgetRequest(job=job, group=group), timeout=TIMEOUT)
     if _printed(answer, as_json):
         return
@@ -70,7 +70,7 @@ def evict(
     """
     from coslice.wire.v1 import coslice_pb2 as pb
 
-    with _stub(address) as stub:
+    with stub_of(address) as stub:
         answer = stub.Evict(pb.EvictRequest(job=job, group=group, reason=reason), timeout=TIMEOUT)
     if _printed(answer, as_json):
         return
@@ -91,7 +91,7 @@ def delete_group(
     """
     from coslice.wire.v1 import coslice_pb2 as pb
 
-    with _stub(address) as stub:
+    with stub_of(address) as stub:
         answer = stub.DeleteGroup(pb.DeleteGroupRequest(group=group, reason=reason), timeout=TIMEOUT)
     if _printed(answer, as_json):
         return
@@ -103,7 +103,7 @@ def delete_group(
 
 
 @contextmanager
-def _stub(address: str) -> "Iterator[pb_grpc.OrchestratorStub]":
+def stub_of(address: str) -> "Iterator[pb_grpc.OrchestratorStub]":
     """What the orchestrator refuses is said in its own words."""
     import grpc
 

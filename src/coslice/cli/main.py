@@ -11,6 +11,7 @@ import typer
 from coslice.cli import admin, bench_commands, doctor, move, proof_commands, security, simulate_commands
 from coslice.cli.plan import groups_given, plan
 from coslice.cli.profile import profile
+from coslice.cli.store import store_app
 from coslice.errors import ConfigError, CosliceError
 from coslice.observe import decisions
 from coslice.security import redact
@@ -30,6 +31,7 @@ app = typer.Typer(
         "[b]coslice status[/b] shows who runs."
     ),
 )
+app.add_typer(store_app, name="store")
 app.command()(profile)
 app.command()(plan)
 

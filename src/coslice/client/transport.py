@@ -16,6 +16,7 @@ from coslice.client.config import ClientConfig
 from coslice.client.types import GroupStatus, Status, Waiter
 from coslice.errors import ConfigError, CosliceError, Denied, OrchestratorUnreachable, UnknownGroup
 from coslice.security import redact
+from coslice.wire.protocol import PROTOCOL
 from coslice.wire.v1 import coslice_pb2 as pb
 
 _log = redact.logger("coslice")
@@ -70,6 +71,7 @@ def hello_of(config: ClientConfig) -> pb.Hello:
         start_time=_start_time(),
         rank=config.rank,
         profile=config.profile,
+        protocol=PROTOCOL,
     )
 
 

@@ -12,6 +12,7 @@ from coslice.core.ids import JobId, check_name
 from coslice.core.outcome import Rejected
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.runtime.clock import Clock
+from coslice.store import Store
 from coslice.wire.v1 import coslice_pb2 as pb
 
 MAX_REASON = 300
@@ -26,8 +27,16 @@ class Refused(Exception):
 
 
 class Admin:
-    def __init__(self, *, groups: Groups, clock: Clock) -> None:
-        self._groups, self._clock = groups, clock
+    def __init__(self, *, groups: Groups, clock: Clock, store: Store | None = None) -> None:
+        """``store``: the one that this process alone opens; None where others can read it, too."""
+        self._groups, self._clock, self._store = groups, clock, store
+
+    async def saved(self) -> dict[str, bytes]:
+        """Everything in the store, as of one moment between two commits."""
+        if self._store is None:
+            text = "the state is in a shared store: name that with --store, the orchestrator is not needed"
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, text)
+        return {key: value for key, (value, _) in (await self._store.load()).items()}
 
     async def forget(self, request: pb.ForgetRequest) -> pb.ForgetResponse:
         """All groups or none: a job that runs in one of them is refused before anything is cleared."""

@@ -16,6 +16,7 @@ from coslice.orchestrator import convert
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.outbox import End, Outbox
 from coslice.runtime.clock import Clock
+from coslice.wire import protocol
 from coslice.wire.v1 import coslice_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,9 @@ class Agents:
         unknown = [offer.group for offer in hello.groups if offer not in offers]
         if unknown:
             log.warning("node %s offers groups that are not open to it: %s", link.node, ", ".join(unknown))
-        welcome = pb.AgentWelcome(orchestrator=self._instance, unknown_groups=unknown)
+        welcome = pb.AgentWelcome(
+            orchestrator=self._instance, unknown_groups=unknown, protocol=protocol.PROTOCOL
+        )
         link.outbox.put(pb.AgentCommand(welcome=welcome))
         for offer in offers:
             await self._join(link, offer)

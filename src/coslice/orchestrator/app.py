@@ -346,7 +346,7 @@ class OrchestratorApp:
             sessions=sessions,
             verbs=verbs,
             agents=agents,
-            admin=Admin(groups=groups, clock=clock),
+            admin=Admin(groups=groups, clock=clock, store=None if shared(config.store) else store),
             watchers=watchers,
             admission=admission,
             clock=clock,

@@ -27,10 +27,13 @@ from coslice.orchestrator.verbs import Verbs
 from coslice.orchestrator.watch import Watchers
 from coslice.runtime.clock import Clock
 from coslice.security import access
+from coslice.wire import protocol
 from coslice.wire.status import grpc_status
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
+PART = 1 << 20
+"""Bytes of a saved value in one message, well below what a receiver takes."""
 log = logging.getLogger(__name__)
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -101,6 +104,8 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         try:
             if not first.HasField("hello"):
                 raise ValueError("a session begins with a hello")
+            if other := protocol.problem("this client", first.hello.protocol):
+                raise ValueError(other)
             who = convert.identity(first.hello)
         except ValueError as error:
             refusal = convert.refused("", pb.INVALID, str(error))
@@ -118,7 +123,12 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
     def _welcome(self, held: dict[GroupId, Epoch]) -> pb.ServerMessage:
         leases = [pb.LeaseRef(group=group, epoch=epoch) for group, epoch in held.items()]
         return pb.ServerMessage(
-            welcome=pb.Welcome(orchestrator=self._instance, session_grace_s=self._session_grace, held=leases)
+            welcome=pb.Welcome(
+                orchestrator=self._instance,
+                session_grace_s=self._session_grace,
+                held=leases,
+                protocol=protocol.PROTOCOL,
+            )
         )
 
     async def _hear_client(
@@ -146,6 +156,8 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         try:
             if not first.HasField("hello"):
                 raise ValueError("an agent begins with a hello")
+            if other := protocol.problem("this agent", first.hello.protocol):
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, other)
             denied = access.agent_problem(context, first.hello.node, tls=self._tls)
             refusal = self._agents.refusal(first.hello)
         except ValueError as error:
@@ -223,6 +235,13 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         await self._refuse_while_stopping(context)
         await self._check_group(request.group, context)
         return await self._administer(self._admin.delete_group(request), context)
+
+    async def ReadStore(self, request: pb.ReadStoreRequest, context: Context) -> AsyncIterator[pb.StorePart]:
+        await self._refuse_while_stopping(context)
+        for key, value in (await self._administer(self._admin.saved(), context)).items():
+            for start in range(0, len(value) or 1, PART):
+                more = start + PART < len(value)
+                yield pb.StorePart(key=key, value=value[start : start + PART], more=more)
 
     async def _administer(self, verb: Coroutine[None, None, Out], context: Context) -> Out:
         try:

@@ -39,7 +39,7 @@ class LeaseElection:
 
     def __init__(self, location: KubeLocation, *, seat: Seat, ttl: float) -> None:
         self._api = KubeApi(location)
-        self._name = f"{location.prefix}-leader"
+        self._name = _name_of(location)
         self._me = f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:8]}"
         self._seat, self._ttl = seat, max(1, round(ttl))
         self._lease: Json | None = None
@@ -240,6 +240,18 @@ class LeaseElection:
                 "leaseTransitions": _term(there) + 1 if there is not None else 1,
             },
         }
+
+
+async def floor_of(api: KubeApi, location: KubeLocation) -> int:
+    """The last term that was taken over completely: what carries an older one does not count."""
+    try:
+        return _taken(await api.get(LEASES, _name_of(location)))
+    except Missing:
+        return 0
+
+
+def _name_of(location: KubeLocation) -> str:
+    return f"{location.prefix}-leader"
 
 
 def _term(lease: Json) -> int:

@@ -66,10 +66,11 @@ class _Thing(msgspec.Struct, frozen=True):
 
 
 class KubernetesStore:
-    """See ``Store``. ``fence`` None: no election, compare-and-swap alone."""
+    """See ``Store``. ``fence`` None: no election, compare-and-swap alone; what is older than the term
+    ``floor`` does not count then either."""
 
-    def __init__(self, api: KubeApi, *, fence: Fence | None = None) -> None:
-        self._api, self._fence = api, fence
+    def __init__(self, api: KubeApi, *, fence: Fence | None = None, floor: int = 0) -> None:
+        self._api, self._fence, self._floor = api, fence, floor
         self._prefix = api.location.prefix
         self._known: dict[str, _Thing] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -86,6 +87,7 @@ class KubernetesStore:
                 break
         if self._fence is not None:
             found = await self._take_over(self._fence, found)
+        found = [thing for thing in found if thing.term >= self._floor]
         self._known = {thing.key: thing for thing in found}
         self._open = True
         return {key: (thing.value, thing.version) for key, thing in sorted(self._known.items())}

@@ -12,7 +12,7 @@ APPLICATION_ID = 0x636F736C  # "cosl", in the file's header
 SCHEMA = 1
 _LOG_BYTES = 4 << 20  # what the log holds before SQLite writes it back (wal_autocheckpoint, 1000 pages)
 
-_CREATE = f"""
+CREATE = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE state (key TEXT PRIMARY KEY, version INTEGER NOT NULL, value BLOB NOT NULL) WITHOUT ROWID;
 PRAGMA application_id = {APPLICATION_ID};
@@ -55,7 +55,7 @@ def _prepare(path: Path, db: sqlite3.Connection, *, flush: bool) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute(f"PRAGMA synchronous = {'FULL' if flush else 'NORMAL'}")
     if new:
-        db.executescript(_CREATE)
+        db.executescript(CREATE)
     if flush:
         _grow_log(db)
 

@@ -188,6 +188,7 @@ class Hello(google.protobuf.message.Message):
     START_TIME_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     PROFILE_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     job: builtins.str
     incarnation: builtins.str
     """token of this start of the job; shared by all its processes"""
@@ -201,6 +202,8 @@ class Hello(google.protobuf.message.Message):
     rank: builtins.int
     profile: builtins.str
     """what the job says it will do: a coslice profile as JSON; empty: not known"""
+    protocol: builtins.int
+    """major version of this wire that the client speaks; 0 (older ones say nothing): 1"""
     def __init__(
         self,
         *,
@@ -212,8 +215,9 @@ class Hello(google.protobuf.message.Message):
         start_time: builtins.int = ...,
         rank: builtins.int = ...,
         profile: builtins.str = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "job", b"job", "node", b"node", "pid", b"pid", "profile", b"profile", "rank", b"rank", "session", b"session", "start_time", b"start_time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "job", b"job", "node", b"node", "pid", b"pid", "profile", b"profile", "protocol", b"protocol", "rank", b"rank", "session", b"session", "start_time", b"start_time"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -409,9 +413,12 @@ class Welcome(google.protobuf.message.Message):
     ORCHESTRATOR_FIELD_NUMBER: builtins.int
     SESSION_GRACE_S_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     orchestrator: builtins.str
     """instance id; changes when it restarts"""
     session_grace_s: builtins.float
+    protocol: builtins.int
+    """that the orchestrator speaks; 0: 1"""
     @property
     def held(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LeaseRef]:
         """leases this session still holds (after a reconnect)"""
@@ -422,8 +429,9 @@ class Welcome(google.protobuf.message.Message):
         orchestrator: builtins.str = ...,
         session_grace_s: builtins.float = ...,
         held: collections.abc.Iterable[Global___LeaseRef] | None = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["held", b"held", "orchestrator", b"orchestrator", "session_grace_s", b"session_grace_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held", "orchestrator", b"orchestrator", "protocol", b"protocol", "session_grace_s", b"session_grace_s"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -1090,6 +1098,40 @@ class DeleteGroupResponse(google.protobuf.message.Message):
 Global___DeleteGroupResponse: typing_extensions.TypeAlias = DeleteGroupResponse
 
 @typing.final
+class ReadStoreRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ReadStoreRequest: typing_extensions.TypeAlias = ReadStoreRequest
+
+@typing.final
+class StorePart(google.protobuf.message.Message):
+    """One saved value, or a part of one: parts of a key follow each other, in order."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    value: builtins.bytes
+    more: builtins.bool
+    """the next message goes on with this value"""
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        value: builtins.bytes = ...,
+        more: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "more", b"more", "value", b"value"]) -> None: ...
+
+Global___StorePart: typing_extensions.TypeAlias = StorePart
+
+@typing.final
 class AgentMessage(google.protobuf.message.Message):
     """─────────────────────────── agent ⇄ orchestrator ───────────────────────────"""
 
@@ -1152,10 +1194,13 @@ class AgentHello(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     ACCELERATOR_FIELD_NUMBER: builtins.int
     INSTANCE_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     node: builtins.str
     accelerator: builtins.str
     instance: builtins.str
     """changes when the agent restarts"""
+    protocol: builtins.int
+    """as in Hello"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupOffer]:
         """which groups this node serves"""
@@ -1167,8 +1212,9 @@ class AgentHello(google.protobuf.message.Message):
         groups: collections.abc.Iterable[Global___GroupOffer] | None = ...,
         accelerator: builtins.str = ...,
         instance: builtins.str = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "groups", b"groups", "instance", b"instance", "node", b"node"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "groups", b"groups", "instance", b"instance", "node", b"node", "protocol", b"protocol"]) -> None: ...
 
 Global___AgentHello: typing_extensions.TypeAlias = AgentHello
 
@@ -1456,7 +1502,10 @@ class AgentWelcome(google.protobuf.message.Message):
 
     ORCHESTRATOR_FIELD_NUMBER: builtins.int
     UNKNOWN_GROUPS_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     orchestrator: builtins.str
+    protocol: builtins.int
+    """as in Welcome"""
     @property
     def unknown_groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -1464,8 +1513,9 @@ class AgentWelcome(google.protobuf.message.Message):
         *,
         orchestrator: builtins.str = ...,
         unknown_groups: collections.abc.Iterable[builtins.str] | None = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["orchestrator", b"orchestrator", "unknown_groups", b"unknown_groups"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["orchestrator", b"orchestrator", "protocol", b"protocol", "unknown_groups", b"unknown_groups"]) -> None: ...
 
 Global___AgentWelcome: typing_extensions.TypeAlias = AgentWelcome
 

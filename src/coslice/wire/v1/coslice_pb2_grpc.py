@@ -81,6 +81,11 @@ class OrchestratorStub(object):
                 request_serializer=coslice_dot_v1_dot_coslice__pb2.SetPolicyRequest.SerializeToString,
                 response_deserializer=coslice_dot_v1_dot_coslice__pb2.SetPolicyResponse.FromString,
                 _registered_method=True)
+        self.ReadStore = channel.unary_stream(
+                '/coslice.v1.Orchestrator/ReadStore',
+                request_serializer=coslice_dot_v1_dot_coslice__pb2.ReadStoreRequest.SerializeToString,
+                response_deserializer=coslice_dot_v1_dot_coslice__pb2.StorePart.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServicer(object):
@@ -151,6 +156,13 @@ class OrchestratorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadStore(self, request, context):
+        """What is saved, for a backup. FAILED_PRECONDITION where the state is in a shared store: read that.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -198,6 +210,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.SetPolicy,
                     request_deserializer=coslice_dot_v1_dot_coslice__pb2.SetPolicyRequest.FromString,
                     response_serializer=coslice_dot_v1_dot_coslice__pb2.SetPolicyResponse.SerializeToString,
+            ),
+            'ReadStore': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadStore,
+                    request_deserializer=coslice_dot_v1_dot_coslice__pb2.ReadStoreRequest.FromString,
+                    response_serializer=coslice_dot_v1_dot_coslice__pb2.StorePart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -445,6 +462,33 @@ class Orchestrator(object):
             '/coslice.v1.Orchestrator/SetPolicy',
             coslice_dot_v1_dot_coslice__pb2.SetPolicyRequest.SerializeToString,
             coslice_dot_v1_dot_coslice__pb2.SetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadStore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/coslice.v1.Orchestrator/ReadStore',
+            coslice_dot_v1_dot_coslice__pb2.ReadStoreRequest.SerializeToString,
+            coslice_dot_v1_dot_coslice__pb2.StorePart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -175,7 +175,23 @@ _OrchestratorSetPolicyType = typing_extensions.TypeVar(
     ],
 )
 
-class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAttachType, _OrchestratorGetStatusType, _OrchestratorWatchStatusType, _OrchestratorExplainType, _OrchestratorForgetType, _OrchestratorEvictType, _OrchestratorDeleteGroupType, _OrchestratorSetPolicyType]):
+_OrchestratorReadStoreType = typing_extensions.TypeVar(
+    '_OrchestratorReadStoreType',
+    grpc.UnaryStreamMultiCallable[
+        coslice.wire.v1.coslice_pb2.ReadStoreRequest,
+        coslice.wire.v1.coslice_pb2.StorePart,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        coslice.wire.v1.coslice_pb2.ReadStoreRequest,
+        coslice.wire.v1.coslice_pb2.StorePart,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        coslice.wire.v1.coslice_pb2.ReadStoreRequest,
+        coslice.wire.v1.coslice_pb2.StorePart,
+    ],
+)
+
+class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAttachType, _OrchestratorGetStatusType, _OrchestratorWatchStatusType, _OrchestratorExplainType, _OrchestratorForgetType, _OrchestratorEvictType, _OrchestratorDeleteGroupType, _OrchestratorSetPolicyType, _OrchestratorReadStoreType]):
     """───────────────────────────── orchestrator ─────────────────────────────"""
 
     @typing.overload
@@ -215,6 +231,10 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
         grpc.UnaryUnaryMultiCallable[
             coslice.wire.v1.coslice_pb2.SetPolicyRequest,
             coslice.wire.v1.coslice_pb2.SetPolicyResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            coslice.wire.v1.coslice_pb2.ReadStoreRequest,
+            coslice.wire.v1.coslice_pb2.StorePart,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -256,6 +276,10 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
             coslice.wire.v1.coslice_pb2.SetPolicyRequest,
             coslice.wire.v1.coslice_pb2.SetPolicyResponse,
         ],
+        grpc.aio.UnaryStreamMultiCallable[
+            coslice.wire.v1.coslice_pb2.ReadStoreRequest,
+            coslice.wire.v1.coslice_pb2.StorePart,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Session: _OrchestratorSessionType
@@ -284,6 +308,9 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
 
     SetPolicy: _OrchestratorSetPolicyType
     """Who goes next in this group from now on; kept over restarts."""
+
+    ReadStore: _OrchestratorReadStoreType
+    """What is saved, for a backup. FAILED_PRECONDITION where the state is in a shared store: read that."""
 
 OrchestratorAsyncStub: typing_extensions.TypeAlias = OrchestratorStub[
     grpc.aio.StreamStreamMultiCallable[
@@ -321,6 +348,10 @@ OrchestratorAsyncStub: typing_extensions.TypeAlias = OrchestratorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         coslice.wire.v1.coslice_pb2.SetPolicyRequest,
         coslice.wire.v1.coslice_pb2.SetPolicyResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        coslice.wire.v1.coslice_pb2.ReadStoreRequest,
+        coslice.wire.v1.coslice_pb2.StorePart,
     ],
 ]
 
@@ -398,6 +429,14 @@ class OrchestratorServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[coslice.wire.v1.coslice_pb2.SetPolicyResponse, collections.abc.Awaitable[coslice.wire.v1.coslice_pb2.SetPolicyResponse]]:
         """Who goes next in this group from now on; kept over restarts."""
+
+    @abc.abstractmethod
+    def ReadStore(
+        self,
+        request: coslice.wire.v1.coslice_pb2.ReadStoreRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[coslice.wire.v1.coslice_pb2.StorePart], collections.abc.AsyncIterator[coslice.wire.v1.coslice_pb2.StorePart]]:
+        """What is saved, for a backup. FAILED_PRECONDITION where the state is in a shared store: read that."""
 
 def add_OrchestratorServicer_to_server(servicer: OrchestratorServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
