@@ -77,3 +77,5 @@ def set_up(level: str, style: str) -> None:
     if level not in LEVELS:
         raise ConfigError(f"--log-level {level!r}: choose one of {', '.join(LEVELS)}")
     redact.set_up(getattr(logging, level.upper()), JsonLines() if style == "json" else None)
+    for chatty in ("httpx", "httpcore"):  # a line for each request to the Kubernetes API or an etcd
+        logging.getLogger(chatty).setLevel(logging.WARNING)
