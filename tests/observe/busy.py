@@ -17,13 +17,17 @@ from coslice.observe.http import HttpServer
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import OrchestratorConfig
 from coslice.testing.fake_agent import FakeAgent, slow
+from coslice.wire.v1 import coslice_pb2 as pb
 
 MIB = 1 << 20
 
 
 async def take_turns(client: RawClient, groups: list[str], hold: float, luck: random.Random) -> None:
     while True:
-        granted = await client.acquire(luck.choice(groups))
+        answer = await client.answer(request := await client.ask(luck.choice(groups)))
+        if answer.HasField("refused"):
+            return  # it is faulted
+        granted = await client.granted(request)
         await asyncio.sleep(hold * luck.uniform(0.3, 1.7))  # it computes
         await client.yielded(granted)
         await asyncio.sleep(hold * luck.uniform(0.1, 0.6))  # rewards
@@ -35,6 +39,7 @@ async def main() -> None:
     parser.add_argument("--jobs", type=int, default=60)
     parser.add_argument("--hold", type=float, default=1.0)
     parser.add_argument("--swap", type=float, default=0.15)
+    parser.add_argument("--trouble", action="store_true", help="one job cannot be restored, another vanishes")
     said = parser.parse_args()
     groups = [f"group-{n:03}" for n in range(said.groups)]
     jobs = [f"job-{n:02}" for n in range(said.jobs)]
@@ -48,8 +53,15 @@ async def main() -> None:
         await app.start()
         stack.push_async_callback(app.stop)
         states = dict.fromkeys(jobs, 700 * MIB)
+        swap = slow(said.swap)
+
+        async def behave(command: pb.MakeResident) -> pb.OpFailed | None:
+            await swap(command)
+            bad = said.trouble and command.job == jobs[-1] and command.epoch > 3
+            return pb.OpFailed(culprit=command.job, reason="the restore ran out of memory") if bad else None
+
         agent = FakeAgent(
-            app.address, groups=groups, behaviour=slow(said.swap), states=states, device_budget=1000 * MIB
+            app.address, groups=groups, behaviour=behave, states=states, device_budget=1000 * MIB
         )
         await stack.enter_async_context(agent)
         turns = []
@@ -60,8 +72,13 @@ async def main() -> None:
             mine = [group for k, group in enumerate(groups) if (k + n) % 4 == 0]
             turns.append(asyncio.create_task(take_turns(client, mine, said.hold, random.Random(n))))
         print(http.url, app.address, flush=True)
+        if said.trouble:
+            vanishing = RawClient(app.address, "job-vanished")
+            stack.push_async_callback(vanishing.close)
+            await (await vanishing.connect()).acquire(groups[0])
+            vanishing.kill()
         until = loop.run_in_executor(None, sys.stdin.read)
-        await asyncio.wait([until, *turns], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([until])
         for turn in turns:
             turn.cancel()
         for ended in await asyncio.gather(*turns, return_exceptions=True):

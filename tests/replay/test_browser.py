@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chromium import started
 from replay import sample
 
 from coslice.replay.page import render
@@ -13,23 +14,8 @@ pytestmark = pytest.mark.chromium
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="`make test-chromium` installs selenium")
-    options = webdriver.ChromeOptions()
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-first-run",
-        "--window-size=1280,1400",
-    ):
-        options.add_argument(flag)
-    for flag in ("--disable-background-networking", "--disable-component-update", "--disable-sync"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    options.binary_location = "/usr/bin/chromium"
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
-    yield driver
-    driver.quit()
+    with started() as driver:
+        yield driver
 
 
 def _open(browser: object, page: Path) -> None:

@@ -28,7 +28,7 @@ from coslice.orchestrator.admission import Admissions
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.runtime.clock import Clock
 
-TICK_S = 0.025
+TICK_S = 0.02
 """Between two messages, at least: what changes meanwhile goes into the same one."""
 REFRESH_S = 2.0
 """Groups in which somebody waits are told again: prose tells times."""

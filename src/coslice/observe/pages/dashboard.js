@@ -6,7 +6,7 @@ const clock = () => performance.now() / 1000;
 const rows = new Map();            // by group: the elements of its row
 const dirty = new Set();
 const seen = new Set();            // rows on the screen
-const page = { order: [], chosen: "", open: false, still: null, story: null, busy: 0, rate: [], link: "connecting" };
+const page = { order: [], chosen: "", open: false, still: null, story: null, busy: 0, measured: [], link: "connecting" };
 const TEXT_MS = 120, STRIP_MS = 250, DETAIL_MS = 250, ORDER_MS = 1500;
 const span = () => Number($("span").value);
 const now = () => page.still ?? feed.now(clock());
@@ -31,7 +31,6 @@ async function listen() {
     const told = feed.take(kind, message, clock());
     if (told === null) { stop.abort(); return; }
     told.forEach(name => dirty.add(name));
-    if (kind === "change") page.rate.push(clock());
     if (feed.orchestrator) linked("live", "good"); else linked("stands by: another orchestrator leads", "");
   });
   const heard = busy(chunk => events.push(decoder.decode(chunk, { stream: true })));
@@ -236,17 +235,15 @@ async function refreshStory() {
 // ── drawing ──
 function figures() {
   const t = clock(), all = [...feed.groups.values()].map(g => g.row), of = state => all.filter(r => r.state === state).length;
-  page.rate = page.rate.filter(at => at > t - 2);
+  page.measured.push({ t, busy: page.busy, updates: feed.updates, changes: feed.changes });
+  if (page.measured.length > 12) page.measured.shift();   // the last six seconds
+  const from = page.measured[0], passed = Math.max(.001, t - from.t), per = x => (x / passed).toFixed(0);
   const trouble = all.filter(r => r.trouble.length).length;
-  const said = [["groups", all.length], ["held", of("held")], ["swapping", of("swapping")], ["jobs waiting", all.reduce((n, r) => n + r.waiting.length, 0)], ["in trouble", trouble, trouble > 0], ["updates/s", (page.rate.length / 2).toFixed(0)], ["gaps", feed.gaps, feed.gaps > 0]];
+  const said = [["groups", all.length], ["held", of("held")], ["swapping", of("swapping")], ["jobs waiting", all.reduce((n, r) => n + r.waiting.length, 0)], ["in trouble", trouble, trouble > 0], ["updates/s", per(feed.updates - from.updates)], ["gaps", feed.gaps, feed.gaps > 0]];
   if ($("figures").childElementCount !== said.length) $("figures").replaceChildren(...said.map(([word]) => { const d = html("div"); html("dt", {}, d, word); html("dd", {}, d); return d; }));
   said.forEach(([, value, bad], n) => { const dd = $("figures").children[n].lastChild; text(dd, String(value)); dd.className = bad ? "bad" : ""; });
-  if (page.measured) {
-    const share = (page.busy - page.measured[1]) / 10 / (t - page.measured[0]);
-    page.share = share;
-    text($("foot"), `orchestrator ${feed.orchestrator || "–"} · ${feed.changes} updates, ${feed.snapshots} snapshot(s), ${feed.gaps} gap(s) · this page's scripts use ${share.toFixed(0)} % of a core · read-only`);
-  }
-  if (!page.measured || t - page.measured[0] > 5) page.measured = [t, page.busy];
+  page.share = (page.busy - from.busy) / 10 / passed;
+  text($("foot"), `orchestrator ${feed.orchestrator || "–"} · ${feed.updates} updates of groups in ${feed.changes} messages (${per(feed.changes - from.changes)}/s), ${feed.snapshots} snapshot(s), ${feed.gaps} gap(s) · this page's scripts use ${page.share.toFixed(0)} % of a core · read-only`);
 }
 const last = { text: 0, strip: 0, detail: 0, order: 0, figures: 0, story: 0 };
 const due = (what, t, ms) => { if (t - last[what] < ms) return false; last[what] = t; return true; };

@@ -5,7 +5,7 @@ const KEPT = 800, KEPT_S = 900;
 class Feed {
   constructor() {
     this.groups = new Map(); this.seq = null; this.orchestrator = ""; this.offset = null;
-    this.snapshots = 0; this.changes = 0; this.gaps = 0; this.begun = 0;
+    this.snapshots = 0; this.changes = 0; this.updates = 0; this.gaps = 0; this.begun = 0;
   }
   // One event. Returns the names of the groups it told of; null: something is missing, only a snapshot helps.
   take(kind, m, clock) {
@@ -23,7 +23,7 @@ class Feed {
       m.groups.forEach(t => this.tell(t));
       return [...new Set([...before, ...this.groups.keys()])];
     }
-    this.changes += 1;
+    this.changes += 1; this.updates += m.groups.length;
     m.groups.forEach(t => this.tell(t));
     for (const name of m.gone) this.groups.delete(name);
     return [...m.groups.map(t => t.row.group), ...m.gone];
