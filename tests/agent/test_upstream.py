@@ -391,7 +391,7 @@ async def test_health_knows_the_backends_by_upstreams_names(node: Node) -> None:
 # ── processes that are named ───────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("pid", [1, os.getpid(), os.getppid()])
+@pytest.mark.parametrize("pid", [1, os.getpid(), os.getppid()], ids=["first", "own", "parent"])
 async def test_processes_of_the_machine_and_of_the_agent_are_never_moved(node: Node, pid: int) -> None:
     await node.start(orchestrator=None)
     config = up.BackendConfig(cuda={"explicit_target": {"pids": [pid]}})

@@ -11,7 +11,7 @@ from coslice.core.effects import ReasonCode, RefuseCode
 from coslice.core.events import ContextState
 from coslice.core.group import Rejected
 from coslice.core.group_state import Held, Resident, frozen_lease, lease_with
-from coslice.core.holdings import MIB, Holdings, Live, Saved, find
+from coslice.core.holdings import MIB, Holdings, Leaving, Live, Saved, find
 from coslice.core.ids import GroupId, Incarnation, JobId, MemberId, NodeId, OpId, RequestId, SessionId
 from coslice.core.policy import policy_named
 from coslice.core.story import why_waiting
@@ -282,6 +282,21 @@ def test_a_node_moves_out_who_is_frozen_even_if_all_fit(freeze: tuple[JobId, ...
         found = find(node.step(taken.state, done).state, JobId("a"))
         assert found is not None
         assert isinstance(found.place, Saved)
+
+
+def test_what_it_takes_while_it_leaves_counts_when_it_comes_back() -> None:
+    """It computes until it stands still."""
+    h = register(Holdings(group=GroupId("g"), node=NodeId("n"), device_budget=100 * MIB), "a")
+    h = node.step(h, ev.UsageMeasured(at=0.0, job=JobId("a"), bytes=30 * MIB)).state
+    command = ev.MakeResidentCommanded(
+        at=0.0, op=OpId("g/1/n"), epoch=1, job=JobId("b"), need=40 * MIB, freeze=(JobId("a"),)
+    )
+    h = node.step(h, command).state
+    h = node.step(h, ev.UsageMeasured(at=0.5, job=JobId("a"), bytes=70 * MIB)).state
+    found = find(h, JobId("a"))
+    assert found is not None
+    assert isinstance(found.place, Leaving)
+    assert found.peak == 70 * MIB
 
 
 def test_a_process_that_registered_state_is_not_said_to_be_whole() -> None:

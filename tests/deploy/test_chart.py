@@ -5,7 +5,6 @@ import base64
 import itertools
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import typer.main
 from deploy.chart import CHART, Rendered, default, render, run
@@ -19,6 +18,8 @@ from coslice.orchestrator.config import OrchestratorConfig
 from coslice.security.listening import make_tls
 from coslice.security.tokens import read_keys
 from coslice.store import check_location
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 pytestmark = pytest.mark.helm
 

@@ -229,7 +229,9 @@ def _on_measured(turn: NodeTurn, event: ev.UsageMeasured) -> None:
             turn.move(context, replace(place, left=max(1, event.bytes)), use=event.bytes)
         return
     use = event.bytes if _notable(context.use, event.bytes) else context.use
-    peak = max(context.peak, event.bytes) if isinstance(place, Live) else context.peak
+    # One that leaves in the middle of a phase computes until it stands still.
+    grows = isinstance(place, Live | Leaving)
+    peak = max(context.peak, event.bytes) if grows else context.peak
     if (use, peak) != (context.use, context.peak):
         turn.put(replace(context, use=use, peak=peak))
 

@@ -573,8 +573,8 @@ class Storm:
         node, served = found
         job, size = client.job, self.rng.randint(1, 40) * MIB
         state = self.world.shell.locks[served.group]
-        if len(served.device.of(job)) > 1:
-            return False
+        if len(served.device.of(job)) > 1 or job in self.world.setup.whole:
+            return False  # (of those that can be frozen none registers state, so none is set aside)
         if any(p.incarnation != client.incarnation for p in served.device.of(job)):
             return False
         parked = not served.fits(job, size)
