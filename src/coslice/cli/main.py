@@ -107,7 +107,8 @@ Http = Annotated[
     typer.Option(
         "--http",
         metavar="HOST:PORT",
-        help="Serve [b]/metrics[/b] for Prometheus, [b]/healthz[/b] and [b]/readyz[/b] here; port 0: any. "
+        help="Serve [b]/metrics[/b] for Prometheus, [b]/healthz[/b] and [b]/readyz[/b] here, and the dashboard "
+        "of an orchestrator at [b]/[/b]; port 0: any. "
         "Beyond loopback it needs TLS and tokens as the other ports do.",
     ),
 ]
@@ -507,6 +508,25 @@ def status(
     from coslice.cli.show import show_status
 
     show_status(group, address=orchestrator, watch=watch, as_json=json)
+
+
+@app.command()
+def top(
+    group: Annotated[str, typer.Argument(help="One group; all if left out.")] = "",
+    once: Annotated[bool, typer.Option("--once", help="One picture, then end.")] = False,
+    orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
+    json: Annotated[
+        bool, typer.Option("--json", help="A line of JSON for each change; with --once: one.")
+    ] = False,
+) -> None:
+    """All groups on one screen, live: locks, queues, who held what in the last minute, each job's story.
+
+    Keys: arrows or j and k choose, Tab goes to the jobs, / filters, s sorts, Space stands still, q ends.
+    Needs [b]pip install 'coslice\\[top]'[/b]; --once and --json do without.
+    """
+    from coslice.cli.top import top as show
+
+    show(group, address=orchestrator, once=once, as_json=json)
 
 
 @app.command()

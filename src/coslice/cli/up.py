@@ -441,7 +441,10 @@ class _Sight:
         return {} if self._server is None else {"http": self._server.url}
 
     def text(self) -> str:
-        return "" if self._server is None else f"\n  metrics: {self._server.url}/metrics"
+        if self._server is None or self.board is None:
+            return ""
+        dashboard = f"\n  dashboard: {self._server.url}/" if "/" in self.board.open else ""
+        return f"{dashboard}\n  metrics: {self._server.url}/metrics"
 
 
 # ── running ────────────────────────────────────────────────────────────────
