@@ -107,8 +107,8 @@ Http = Annotated[
     typer.Option(
         "--http",
         metavar="HOST:PORT",
-        help="Serve [b]/metrics[/b] for Prometheus, [b]/healthz[/b] and [b]/readyz[/b] here, and the dashboard "
-        "of an orchestrator at [b]/[/b]; port 0: any. "
+        help="Serve [b]/metrics[/b] for Prometheus, [b]/healthz[/b] and [b]/readyz[/b] here, and "
+        "an orchestrator's dashboard at [b]/[/b]; port 0: any. "
         "Beyond loopback it needs TLS and tokens as the other ports do.",
     ),
 ]
