@@ -61,8 +61,7 @@ from coslice.security import access
 from coslice.security.access import Guard
 from coslice.security.addresses import split_address
 from coslice.security.files import private_directory
-from coslice.security.listening import server_credentials
-from coslice.security.tokens import read_keys
+from coslice.security.served import Served
 from coslice.sizes import format_size
 from coslice.store import Store, make_store
 from coslice.store.codec import Codec
@@ -140,6 +139,7 @@ class AgentApp:
         self._baselines = Baselines()
         self._baseline_slot: Slot[Baselines] | None = None
         self._baselines_changed = asyncio.Event()
+        self._served = Served(config.tls, config.token_secret)
         self._address = ""
         self._parts: _Parts
         self._running: dict[GroupId, tuple[asyncio.Task[object], ...]] = {}
@@ -182,6 +182,11 @@ class AgentApp:
     async def wait(self) -> None:
         """Blocks while all is well; raises ``Crashed`` when a part of the agent broke."""
         await self._supervisor.wait()
+
+    def reload(self) -> tuple[str, ...]:
+        """Read token secret and certificates again; returns what changed. Raises ``ConfigError``, and goes on
+        with what it had. What the agent shows to the orchestrator is read at each connection anyway."""
+        return self._served.read()
 
     async def stop(self) -> None:
         await self._exits.aclose()
@@ -388,8 +393,8 @@ class AgentApp:
             hello_timeout=self.config.hello_timeout,
             occupancy=self._occupancy,
         )
-        secret, tls = self.config.token_secret, self.config.tls
-        guard = Guard(RULES, read_keys(secret) if secret else ())
+        self._served.read()
+        guard = Guard(RULES, self._served)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard, RefuseMalformed()])
         rpc.add_AgentServicer_to_server(service, server)
         up_rpc.add_SnapshotAgentServiceServicer_to_server(upstream, server)
@@ -406,10 +411,10 @@ class AgentApp:
         )
         host, port = split_address(self.config.listen)
         try:
-            if tls is None:
+            if self.config.tls is None:
                 port = server.add_insecure_port(self.config.listen)
             else:
-                port = server.add_secure_port(self.config.listen, server_credentials(tls, ask_client=False))
+                port = server.add_secure_port(self.config.listen, self._served.credentials(ask_client=False))
         except RuntimeError:
             port = 0
         if port == 0:

@@ -6,6 +6,7 @@ started), start the apps in order, say what to do next, wait for a signal, stop 
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import signal
@@ -35,7 +36,7 @@ from coslice.observe.tracing import Exporting
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
 from coslice.security.credentials import Credentials, credentials_from
-from coslice.security.files import private_directory
+from coslice.security.files import private_directory, write_secret
 from coslice.security.listening import LOCAL_ONLY, Security
 from coslice.security.tokens import AGENT, mint, read_keys
 from coslice.sizes import format_size, parse_size
@@ -44,6 +45,7 @@ from coslice.store import DEFAULT_TTL, shared
 _OWN_TOKEN_S = 10 * 365 * 86400.0
 """The orchestrator of the same process ends with its agent: its token need not expire before."""
 
+log = logging.getLogger(__name__)
 console = Console(stderr=True, highlight=False)
 
 
@@ -80,12 +82,19 @@ class UpOptions:
 class Part(Protocol):
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
+    def reload(self) -> tuple[str, ...]:
+        """Read files again that may change while it runs; returns what changed. Raises ``ConfigError``."""
+        ...
 
 
 class App(Part, Protocol):
     async def wait(self) -> None:
         """Blocks while all is well."""
         ...
+
+
+Serving = tuple[Sequence[App], Sequence[Part]]
+"""Those whose end is the end of the process, and all that are told to read their files again."""
 
 
 def run_up(options: UpOptions) -> None:
@@ -104,13 +113,15 @@ def run_up(options: UpOptions) -> None:
         )
         orchestrator = OrchestratorApp(applied(config, settings), board=sight.board, tracing=sight.tracing)
 
-        async def serve(stack: AsyncExitStack) -> Sequence[App]:
+        async def serve(stack: AsyncExitStack) -> Serving:
             await sight.start(stack)
             await _start(stack, orchestrator)
+            own = _OwnToken(options, folder)
+            await _start(stack, own)
             # The agent dials the address that was really bound: port 0 asks the system for a free one.
             agent = AgentApp(
                 _agent_config(
-                    options, devices, _within(orchestrator.agents_address), folder, settings, own=True
+                    options, devices, _within(orchestrator.agents_address), folder, settings, own=own
                 ),
                 board=sight.board,
                 tracing=sight.tracing,
@@ -118,7 +129,7 @@ def run_up(options: UpOptions) -> None:
             await _start(stack, agent)
             await agent.wait_ready()
             _announce_up(options, devices, orchestrator.address, agent.address, folder, sight)
-            return orchestrator, agent
+            return (orchestrator, agent), (*sight.parts(), orchestrator, own, agent)
 
         _run_until_signal(serve)
 
@@ -160,7 +171,7 @@ def run_orchestrator(
         )
         app = OrchestratorApp(applied(config, times), board=sight.board, tracing=sight.tracing)
 
-        async def serve(stack: AsyncExitStack) -> Sequence[App]:
+        async def serve(stack: AsyncExitStack) -> Serving:
             await sight.start(stack)
             await _start(stack, app)
             agents = f", agents at [b]{app.agents_address}[/b]" if app.agents_address != app.address else ""
@@ -170,7 +181,7 @@ def run_orchestrator(
                 {"ready": True, "orchestrator": app.address, "agents": app.agents_address, **sight.data()},
                 f"orchestrator at [b]{app.address}[/b]{agents}{role}{sight.text()}",
             )
-            return (app,)
+            return (app,), (*sight.parts(), app)
 
         _run_until_signal(serve)
 
@@ -190,7 +201,7 @@ def run_agent(options: UpOptions) -> None:
             tracing=sight.tracing,
         )
 
-        async def serve(stack: AsyncExitStack) -> Sequence[App]:
+        async def serve(stack: AsyncExitStack) -> Serving:
             await sight.start(stack)
             await _start(stack, agent)
             _say(
@@ -200,7 +211,7 @@ def run_agent(options: UpOptions) -> None:
                 f"{'moving state on request' if options.direct else f'dialling {options.listen}'}"
                 f"{sight.text()}",
             )
-            return (agent,)
+            return (agent,), (*sight.parts(), agent)
 
         _run_until_signal(serve)
 
@@ -349,7 +360,7 @@ def _agent_config(
     folder: Path,
     settings: Settings,
     *,
-    own: bool = False,
+    own: "_OwnToken | None" = None,
 ) -> AgentConfig:
     """``own``: the orchestrator is of this process, and takes our agent without further words."""
     budget = parse_size(options.host_memory) if options.host_memory else _available_memory() // 2
@@ -384,17 +395,37 @@ def _secured(security: Security) -> dict[str, Any]:
     return {"tls": security.tls, "token_secret": security.token_secret, "insecure": security.insecure}
 
 
-def _credentials(options: UpOptions, *, own: bool) -> Credentials:
+def _credentials(options: UpOptions, *, own: "_OwnToken | None") -> Credentials:
     """What the agent shows to the orchestrator: its certificate; without TLS a token."""
-    tls, secret = options.security.tls, options.security.token_secret
+    tls = options.security.tls
     if tls is not None:
         return Credentials(ca=tls.ca, cert=tls.cert, key=tls.key)
-    if own and secret is not None:
-        (key, *_) = read_keys(secret)
-        return Credentials(
-            token=mint(key, role=AGENT, name=_node(options), expires=time.time() + _OWN_TOKEN_S)
-        )
+    if own is not None and options.security.token_secret is not None:
+        return Credentials(token_file=str(own.path))
     return credentials_from(os.environ)
+
+
+class _OwnToken:
+    """What the agent of ``coslice up`` shows to the orchestrator of the same process, in a file for as long
+    as they run: made anew when the secret's keys change."""
+
+    def __init__(self, options: UpOptions, folder: Path) -> None:
+        self.path = folder / "own-agent.token"
+        self._secret, self._node = options.security.token_secret, _node(options)
+
+    async def start(self) -> None:
+        self.reload()
+
+    async def stop(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def reload(self) -> tuple[str, ...]:
+        if self._secret is not None:
+            (key, *_) = read_keys(self._secret)
+            self.path.unlink(missing_ok=True)
+            token = mint(key, role=AGENT, name=self._node, expires=time.time() + _OWN_TOKEN_S)
+            write_secret(self.path, token.encode())
+        return ()
 
 
 def _within(address: str) -> str:
@@ -437,6 +468,9 @@ class _Sight:
         if self._server is not None:
             await _start(stack, self._server)
 
+    def parts(self) -> "tuple[Part, ...]":
+        return () if self._server is None else (self._server,)
+
     def data(self) -> dict[str, str]:
         return {} if self._server is None else {"http": self._server.url}
 
@@ -456,17 +490,28 @@ async def _start(stack: AsyncExitStack, app: Part) -> None:
     await app.start()
 
 
-def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[Sequence[App]]]) -> None:
+def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[Serving]]) -> None:
     """Until a signal, or until a part of an app breaks: then raises ``Crashed``, and the next start takes up
     what was saved. A process that lives on and serves nothing would be worse."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        parts: list[Part] = []
+        for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, stop.set)
+        had_terminal = _terminal()
+
+        def hung_up() -> None:
+            """By one who changed files, or because the terminal is gone: then there is none any more."""
+            if had_terminal and not _terminal():
+                stop.set()
+            else:
+                _reload(parts)
+
+        loop.add_signal_handler(signal.SIGHUP, hung_up)
         async with AsyncExitStack() as stack:
-            apps = await serve(stack)
+            apps, parts[:] = await serve(stack)
             waits = [asyncio.ensure_future(each) for each in (stop.wait(), *(app.wait() for app in apps))]
             try:
                 ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -479,6 +524,27 @@ def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[Sequence[App]]
                 console.print("stopping …", style="dim")
 
     asyncio.run(main())
+
+
+def _terminal() -> bool:
+    """Does this process have a controlling terminal?"""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _reload(parts: Sequence[Part]) -> None:
+    try:
+        changed = list(dict.fromkeys(name for part in parts for name in part.reload()))
+    except ConfigError as error:
+        log.error("SIGHUP: nothing is changed: %s", error)
+        return
+    log.warning(
+        "SIGHUP: read again: %s. Options, groups files and settings need a restart",
+        ", ".join(changed) or "token secret and certificates are as before",
+    )
 
 
 def _say(as_json: bool, data: dict[str, object], text: str) -> None:

@@ -12,7 +12,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,7 +28,8 @@ from coslice.observe.board import Board
 from coslice.security import listening
 from coslice.security.addresses import split_address
 from coslice.security.listening import LOCAL_ONLY, Security
-from coslice.security.tokens import InvalidToken, read_keys, verify
+from coslice.security.served import Served
+from coslice.security.tokens import InvalidToken, verify
 
 log = logging.getLogger(__name__)
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,6 +43,8 @@ class HttpServer:
 
     def __init__(self, board: Board, listen: str, security: Security = LOCAL_ONLY) -> None:
         self._board, self._listen, self._security = board, listen, security
+        self._served = Served(security.tls, security.token_secret)
+        self._ssl: ssl.SSLContext | None = None
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
         self.address = ""
@@ -55,12 +58,12 @@ class HttpServer:
         """Raises ``ConfigError`` for an address that cannot be listened on, or may not be."""
         security, (host, port) = self._security, split_address(self._listen)
         listening.check("metrics page", self._listen, host, security)
-        keys = read_keys(security.token_secret) if security.token_secret is not None else ()
+        self._served.read()
         bound = _bind(host, port)
         port = bound.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         config = uvicorn.Config(
-            make_app(self._board, keys),
+            make_app(self._board, self._served),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -69,12 +72,20 @@ class HttpServer:
         )
         config.load()
         if security.tls is not None:
-            config.ssl = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            config.ssl.load_cert_chain(security.tls.cert, security.tls.key)
+            config.ssl = self._ssl = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            self._ssl.load_cert_chain(security.tls.cert, security.tls.key)
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([bound]), name="http")
         self._task.add_done_callback(_ended)
         log.info("metrics at %s/metrics", self.url)
+
+    def reload(self) -> tuple[str, ...]:
+        """Read token secret and certificates again; returns what changed. Raises ``ConfigError``, and goes on
+        with what it had."""
+        changed = self._served.read()
+        if self._ssl is not None and self._security.tls is not None:
+            self._ssl.load_cert_chain(self._security.tls.cert, self._security.tls.key)
+        return changed
 
     async def stop(self) -> None:
         """Idempotent."""
@@ -95,8 +106,8 @@ def _ended(task: "asyncio.Task[None]") -> None:
         log.error("the metrics page broke: %s", error, exc_info=error)
 
 
-def make_app(board: Board, keys: Sequence[bytes] = ()) -> Starlette:
-    """``keys``: that tokens are checked with; none: no token is asked for."""
+def make_app(board: Board, served: Served) -> Starlette:
+    """``served``: its keys are those that tokens are checked with; none: no token is asked for."""
 
     async def metrics(_: Request) -> Response:
         return Response(await board.exposition(), media_type=TEXT)
@@ -118,17 +129,19 @@ def make_app(board: Board, keys: Sequence[bytes] = ()) -> Starlette:
         Route("/readyz", readyz),
         Mount("/", app=further),
     ]
-    return Starlette(routes=own, middleware=[Middleware(_Guard, keys=tuple(keys), open_too=board.open)])
+    return Starlette(routes=own, middleware=[Middleware(_Guard, served=served, open_too=board.open)])
 
 
 class _Guard:
     """Any valid token may read, as over gRPC."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...], open_too: set[str]) -> None:
-        self._app, self._keys, self._open_too = app, keys, open_too
+    def __init__(self, app: ASGIApp, served: Served, open_too: set[str]) -> None:
+        self._app, self._served, self._open_too = app, served, open_too
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = scope["type"] == "http" and self._keys and scope["path"] not in (*OPEN, *self._open_too)
+        asked = (
+            scope["type"] == "http" and self._served.keys and scope["path"] not in (*OPEN, *self._open_too)
+        )
         why = self._problem(Headers(scope=scope).get("authorization", "")) if asked else ""
         app = PlainTextResponse(f"{why}\n", 401, {"WWW-Authenticate": "Bearer"}) if why else self._app
         await app(scope, receive, send)
@@ -138,7 +151,7 @@ class _Guard:
         if scheme.lower() != "bearer":
             return "a token is needed here: make one with `coslice token create NAME --role read`"
         try:
-            verify(self._keys, token.strip(), now=time.time())
+            verify(self._served.keys, token.strip(), now=time.time())
         except InvalidToken as error:
             return f"the token is not accepted: {error}"
         return ""

@@ -56,8 +56,7 @@ from coslice.runtime.supervisor import Crashed, Supervisor
 from coslice.security import access
 from coslice.security.access import Guard
 from coslice.security.addresses import split_address
-from coslice.security.listening import server_credentials
-from coslice.security.tokens import read_keys
+from coslice.security.served import Served
 from coslice.store import Election, Seat, Store, Tenure, make_election, shared
 from coslice.store.base import StoreError
 from coslice.wire.malformed import RefuseMalformed
@@ -128,6 +127,7 @@ class OrchestratorApp:
         self._health: HealthServicer | None = None
         self._term = AsyncExitStack()
         self._open = AsyncExitStack()
+        self._served = Served(config.tls, config.token_secret)
         self._ready = asyncio.Event()
 
     @property
@@ -144,13 +144,14 @@ class OrchestratorApp:
         Raises ``ConfigError`` for whatever the caller can mend; nothing is left open then.
         """
         check(self.config)
+        self._served.read()
         alone = not shared(self.config.store)
         async with AsyncExitStack() as stack:
             if alone:  # before anything listens: who else has the store matters more than who has the port
                 election = make_election(self.config.store, seat=Seat(self.config.listen))
                 stack.push_async_callback(self._end_term)
                 await self._begin_term(*await election.campaign())
-            server, address, agents = _bind(self.config)
+            server, address, agents = _bind(self.config, self._served)
             server.add_generic_rpc_handlers((self._desk,))
             self._health = await _serve(server)
             stack.push_async_callback(self._end_streams, server, self._health)
@@ -395,6 +396,11 @@ class OrchestratorApp:
         """Blocks while all is well; raises ``runtime.supervisor.Crashed`` when a part breaks."""
         await self._supervisor.wait()
 
+    def reload(self) -> tuple[str, ...]:
+        """Read token secret and certificates again; returns what changed. Raises ``ConfigError``, and goes on
+        with what it had."""
+        return self._served.read()
+
     async def stop(self) -> None:
         """End every stream, so that clients and agents come back to a successor; keep every lease.
 
@@ -411,7 +417,7 @@ class OrchestratorApp:
         await server.stop(self.config.stop_grace)
 
 
-def _bind(config: OrchestratorConfig) -> tuple[grpc.aio.Server, str, str]:
+def _bind(config: OrchestratorConfig, served: Served) -> tuple[grpc.aio.Server, str, str]:
     """The server, its address, and the one for agents."""
     every = int(config.keepalive * 1000)
     server = grpc.aio.server(
@@ -428,14 +434,14 @@ def _bind(config: OrchestratorConfig) -> tuple[grpc.aio.Server, str, str]:
             ("grpc.http2.max_ping_strikes", 0),  # an eager client is no reason to end its session
         ],
         interceptors=[
-            Guard(RULES, read_keys(config.token_secret) if config.token_secret else ()),
+            Guard(RULES, served),
             RefuseMalformed(),
         ],
     )
     if config.tls is None:
         address = _listen(config.listen, server.add_insecure_port)
         return server, address, address
-    plain, mutual = (server_credentials(config.tls, ask_client=ask) for ask in (False, True))
+    plain, mutual = (served.credentials(ask_client=ask) for ask in (False, True))
     address = _listen(config.listen, lambda at: server.add_secure_port(at, plain))
     agents = _listen(
         agents_address(replace(config, listen=address)), lambda at: server.add_secure_port(at, mutual)

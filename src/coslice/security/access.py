@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from coslice.security.served import Served
 from coslice.security.tokens import ADMIN, AGENT, JOB, READ, Claims, InvalidToken, verify
 
 OPEN = "open"
@@ -66,16 +67,16 @@ def caller() -> Caller:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """``rules``: method → role. ``keys`` empty: no tokens are asked for."""
+    """``rules``: method → role. ``served.keys`` empty: no tokens are asked for."""
 
     def __init__(
         self,
         rules: Mapping[str, str],
-        keys: tuple[bytes, ...] = (),
+        served: Served,
         *,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._rules, self._keys, self._now = {**HEALTH, **REFLECTION, **rules}, keys, now
+        self._rules, self._served, self._now = {**HEALTH, **REFLECTION, **rules}, served, now
 
     async def intercept_service(
         self,
@@ -83,7 +84,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         need = self._rules.get(handler_call_details.method, ADMIN)
-        if self._keys and need != OPEN:
+        if self._served.keys and need != OPEN:
             found = self._caller(handler_call_details.invocation_metadata)
             _CALLER.set(found)
             if need != INBAND and (problem := found.problem(need)):
@@ -98,7 +99,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                 if scheme.lower() != "bearer":
                     return Caller(why="the authorization is no bearer token: set COSLICE_TOKEN")
                 try:
-                    return Caller(verify(self._keys, token.strip(), now=self._now()))
+                    return Caller(verify(self._served.keys, token.strip(), now=self._now()))
                 except InvalidToken as error:
                     return Caller(why=f"the token is not accepted: {error}")
         return Caller(

@@ -1,12 +1,9 @@
-"""How a server may be reached: the rule for addresses beyond this machine, and its credentials.
+"""How a server may be reached: the rule for addresses beyond this machine.
 
-Called by the configurations of orchestrator and agent before anything is opened, and by their apps when they
-bind.
+Called by the configurations of orchestrator and agent before anything is opened.
 """
 
 from dataclasses import dataclass
-
-import grpc
 
 from coslice.errors import ConfigError
 from coslice.security.addresses import is_loopback
@@ -55,7 +52,7 @@ def check(what: str, address: str, host: str, security: Security) -> None:
     if security.token_secret is not None:
         read_keys(security.token_secret)
     if security.tls is not None:
-        _files(security.tls)
+        pem_files(security.tls)
     if is_loopback(host) or security.insecure:
         return
     lacking = []
@@ -73,11 +70,6 @@ def check(what: str, address: str, host: str, security: Security) -> None:
         )
 
 
-def server_credentials(tls: Tls, *, ask_client: bool) -> grpc.ServerCredentials:
-    """``ask_client``: only callers with a certificate signed by the CA (gRPC cannot just ask)."""
-    key, cert, ca = _files(tls)
-    return grpc.ssl_server_credentials([(key, cert)], ca if ask_client else None, ask_client)
-
-
-def _files(tls: Tls) -> tuple[bytes, bytes, bytes]:
+def pem_files(tls: Tls) -> tuple[bytes, bytes, bytes]:
+    """Key, certificate and CA. Raises ``ConfigError``."""
     return read_secret(tls.key, "TLS key"), read_pem(tls.cert), read_pem(tls.ca)
