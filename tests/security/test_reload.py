@@ -98,7 +98,10 @@ def test_secret_and_certificates_are_read_again_and_bad_ones_change_nothing(tmp_
         assert answer(at, new_ca, second) is grpc.StatusCode.OK
     finally:
         up.terminate()
-        up.communicate(timeout=BOUND)
+        try:
+            up.communicate(timeout=BOUND)
+        finally:
+            up.kill()
     assert up.returncode == 0
 
 
