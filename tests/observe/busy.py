@@ -16,6 +16,7 @@ from coslice.observe.board import Board
 from coslice.observe.http import HttpServer
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import OrchestratorConfig
+from coslice.security.listening import LOCAL_ONLY, Security
 from coslice.testing.fake_agent import FakeAgent, slow
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -40,6 +41,7 @@ async def main() -> None:
     parser.add_argument("--hold", type=float, default=1.0)
     parser.add_argument("--swap", type=float, default=0.15)
     parser.add_argument("--trouble", action="store_true", help="one job cannot be restored, another vanishes")
+    parser.add_argument("--token-secret", help="ask viewers for a token")
     said = parser.parse_args()
     groups = [f"group-{n:03}" for n in range(said.groups)]
     jobs = [f"job-{n:02}" for n in range(said.jobs)]
@@ -47,7 +49,8 @@ async def main() -> None:
     async with AsyncExitStack() as stack:
         board = Board()
         app = OrchestratorApp(OrchestratorConfig(listen="127.0.0.1:0", stop_grace=0.2), board=board)
-        http = HttpServer(board, "127.0.0.1:0")
+        security = LOCAL_ONLY if said.token_secret is None else Security(token_secret=said.token_secret)
+        http = HttpServer(board, "127.0.0.1:0", security)
         await http.start()
         stack.push_async_callback(http.stop)
         await app.start()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +13,41 @@ import observe.busy
 import pytest
 from chromium import errors, started
 
+from coslice.cli.security import make_token
+from coslice.security import tokens
+
 pytestmark = pytest.mark.chromium
 GROUPS = 200
 MEASURED_S = 12.0
 Run = Callable[[str], Any]
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+@contextmanager
+def busy(*flags: str) -> Iterator[str]:
+    """The address of a dashboard."""
     script = str(Path(observe.busy.__file__))
-    tests = str(Path(script).parents[1])
-    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), tests])
-    flags = ("--groups", str(GROUPS), "--jobs", "80", "--hold", "0.5", "--swap", "0.05", "--trouble")
-    busy = subprocess.Popen(
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(script).parents[1])])
+    process = subprocess.Popen(
         [sys.executable, script, *flags],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
     )
-    assert busy.stdin is not None
-    assert busy.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        yield busy.stdout.readline().split()[0]
+        yield process.stdout.readline().split()[0]
     finally:
-        busy.stdin.close()
-        busy.wait(30)
+        process.stdin.close()
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    flags = ("--groups", str(GROUPS), "--jobs", "80", "--hold", "0.5", "--swap", "0.05", "--trouble")
+    with busy(*flags) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +143,7 @@ def test_trouble_is_visible_and_can_be_sorted_to_the_top(browser: Any, run: Run)
     assert run(
         "return [...document.querySelectorAll('aside td.warn')].some(e => e.textContent === 'faulted')"
     )
+    run("const s = document.getElementById('span'); s.value = 900; s.dispatchEvent(new Event('change'))")
     until(lambda: run("return document.querySelectorAll('aside path.mark').length") > 0)
     press(browser, "\ue00c")
 
@@ -172,3 +183,17 @@ def test_a_stream_that_breaks_is_taken_up_again(browser: Any, run: Run) -> None:
     changes = run("return feed.changes")
     until(lambda: run("return feed.changes") > changes)
     assert run("return feed.groups.size") == GROUPS
+
+
+def test_where_a_token_is_asked_for_the_page_asks_for_it(browser: Any, tmp_path: Path) -> None:
+    tokens.create_secret(tmp_path / "secret")
+    with busy("--groups", "3", "--jobs", "2", "--token-secret", str(tmp_path / "secret")) as address:
+        browser.get(address)
+        run = browser.execute_script
+        until(lambda: run("return !document.getElementById('ask').hidden"))
+        press(browser, "wrong", "\ue007")
+        until(lambda: "not accepted" in run("return document.getElementById('why').textContent"))
+        press(browser, make_token("", secret=tmp_path / "secret", role="read", ttl="1h"), "\ue007")
+        until(lambda: run("return feed.groups.size") == 3)
+        assert run("return document.getElementById('ask').hidden") is True
+        assert all("401" in entry["message"] for entry in errors(browser))  # the two refusals, nothing else

@@ -1,6 +1,10 @@
+from typing import Any
+
 import pytest
 from replay import sample
 
+from coslice.core.effects import ReasonCode
+from coslice.observe.timeline import TROUBLE, GroupReader, Interval
 from coslice.replay.model import build
 
 
@@ -43,3 +47,45 @@ def test_a_waiter_at_the_end_of_the_journal_is_shown_waiting() -> None:
     assert [(i.job, i.kind) for i in group.intervals] == [("job-a", "held")]
     (group,) = build(header, lines[:4], torn=False).groups
     assert ("waiting", "job-b", 101.0, 102.0) in [(i.kind, i.job, i.begin, i.end) for i in group.intervals]
+
+
+def test_a_job_frozen_in_a_phase_is_shown_until_it_holds_again() -> None:
+    def line(t: float, occupancy: str, job: str, epoch: int, **more: Any) -> dict[str, Any]:
+        state = {"occupancy": occupancy, "job": job, "epoch": epoch, "waiting": [], **more}
+        return {"t": t, "group": "g", "event": {"type": "X"}, "effects": [], "reasons": [], "state": state}
+
+    lines = [
+        line(1.0, "held", "a", 1),
+        line(3.0, "held", "b", 2, frozen=["a"]),
+        line(5.0, "held", "a", 3),
+        line(6.0, "resident", "a", 3),
+    ]
+    found = build({"clock": 0.0}, lines, torn=False).groups[0].intervals
+    kinds = [(one.kind, one.job, one.begin, one.end) for one in found]
+    assert kinds == [("held", "a", 1, 3), ("frozen", "a", 3, 5), ("held", "b", 3, 5), ("held", "a", 5, 6)]
+
+
+def test_read_on_from_the_middle_nothing_is_lost_or_told_twice() -> None:
+    """What the dashboard does: it begins within a lease, and takes what ended, again and again."""
+    reader = GroupReader("g")
+    lease = Interval(kind="held", job="a", begin=1.0, end=0, phase="train", epoch=4)
+    reader.resume(lease, {"r": ("b", 2.0, "generate")}, 1)
+    assert {(one.kind, one.job, one.begin) for one in reader.going_on()} == {
+        ("held", "a", 1.0),
+        ("waiting", "b", 2.0),
+    }
+    grant = {"type": "Grant", "request": "r", "reason": {"code": "granted_swapped", "text": "its turn"}}
+    state = {"occupancy": "held", "job": "b", "epoch": 5, "waiting": []}
+    reader.read({"t": 9.0, "event": {"type": "LeaseYielded", "job": "a"}, "effects": [grant], "state": state})
+    intervals, queue, _ = reader.take()
+    assert [(one.kind, one.job, one.begin, one.end, one.phase) for one in intervals] == [
+        ("waiting", "b", 2.0, 9.0, "generate"),
+        ("held", "a", 1.0, 9.0, "train"),
+    ]
+    assert queue == [(9.0, 0)]
+    assert reader.take() == ([], [], [])
+    assert [(one.kind, one.job, one.begin) for one in reader.going_on()] == [("held", "b", 9.0)]
+
+
+def test_what_counts_as_trouble_are_codes_that_exist() -> None:
+    assert {code.value for code in ReasonCode} >= TROUBLE

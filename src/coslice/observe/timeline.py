@@ -31,6 +31,17 @@ class Decision(Struct, kw_only=True):
     code: str
     text: str
     job: str = ""
+    trouble: bool = False
+    """Somebody should look at it."""
+
+
+TROUBLE = frozenset(
+    (
+        *("job_faulted", "blocked", "node_lost", "overran", "unconfirmed", "session_lost", "session_expired"),
+        *("retry", "killed", "lost", "refused", "evicted", "frozen"),
+    )
+)
+"""Codes of such decisions."""
 
 
 class GroupReplay(Struct, kw_only=True):
@@ -132,7 +143,13 @@ class GroupReader:
     def _decide(self, at: float, event: Line, reasons: Iterable[tuple[str, str]]) -> None:
         for code, text in reasons:
             self.replay.decisions.append(
-                Decision(at=at, code=code, text=text, job=str(event.get("job") or event.get("culprit") or ""))
+                Decision(
+                    at=at,
+                    code=code,
+                    text=text,
+                    job=str(event.get("job") or event.get("culprit") or ""),
+                    trouble=code in TROUBLE,
+                )
             )
 
     def _asked(self, at: float, event: Line) -> None:

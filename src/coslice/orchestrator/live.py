@@ -89,12 +89,18 @@ class _Past:
         self.intervals: deque[Interval] = deque()
         self.queue: deque[tuple[float, int]] = deque([(state.since, len(state.waiters))], maxlen=200)
         self.log: deque[Decision] = deque(maxlen=LOG)
+        self.trouble: deque[Decision] = deque(maxlen=LOG)
         asked = {
             str(ask.request): (str(waiter.job), waiter.since, waiter.phase)
             for waiter in waiting(state)
             for ask in waiter.asks
         }
         self.reader.resume(_lock_of(state), asked, len(state.waiters))
+
+    def told(self) -> list[Decision]:
+        """The last decisions, and before them the last of trouble."""
+        first = self.log[0].at if self.log else float("inf")
+        return [*(decision for decision in self.trouble if decision.at < first), *self.log]
 
 
 def _lock_of(state: Group) -> Interval:
@@ -220,6 +226,7 @@ class Live:
         past.intervals += intervals
         past.queue += queue
         past.log += log
+        past.trouble += [decision for decision in log if decision.trouble]
         share = max(20, min(400, PAST // max(1, len(self._groups))))
         while len(past.intervals) > share:
             past.intervals.popleft()
@@ -313,7 +320,7 @@ class Live:
                     open=past.reader.going_on(),
                     past=list(past.intervals),
                     queue=list(past.queue),
-                    log=list(past.log),
+                    log=past.told(),
                 )
             )
         return self._message(

@@ -25,7 +25,7 @@ async function listen() {
   const stop = new AbortController();
   const answer = await ask("/dashboard/events", { signal: stop.signal });
   if (answer.status === 401) { await token(await answer.text()); return; }
-  if (!answer.ok) throw new Error(await answer.text());
+  if (!answer.ok) throw Object.assign(new Error(), { told: (await answer.text()).trim() });
   const reader = answer.body.getReader(), decoder = new TextDecoder();
   const events = new Events((kind, message) => {
     const told = feed.take(kind, message, clock());
@@ -43,9 +43,10 @@ async function listen() {
 async function follow() {
   for (let pause = 250; ; pause = Math.min(5000, pause * 2)) {
     const before = feed.snapshots;
-    try { await listen(); } catch (error) { if (error.name !== "AbortError") text($("why"), ""); }
+    let said = "no connection; trying again";
+    try { await listen(); } catch (error) { if (error.told) said = error.told; }
     if (feed.snapshots > before) pause = 250;
-    linked("no connection; trying again", "bad");
+    linked(said, "bad");
     await new Promise(go => setTimeout(go, pause));   // a fetch tells nobody when a server is back
   }
 }
@@ -91,7 +92,7 @@ function drawStrip(name) {
   const g = feed.groups.get(name), r = rows.get(name);
   if (!g || !r) return;
   const t = now();
-  r.strip.jobs = g.jobs; r.strip.lanes = [{ name: "", items: lockItems(g), marks: g.log.filter(d => TROUBLE.has(d.code)) }];
+  r.strip.jobs = g.jobs; r.strip.lanes = [{ name: "", items: lockItems(g), marks: g.log.filter(d => d.trouble) }];
   r.strip.full = r.strip.window = [t - span(), t];
   r.strip.draw();
 }
@@ -208,7 +209,7 @@ const detail = {
     p.verdictsHead.hidden = !verdicts.length;
     if (p.verdictsSaid !== verdicts.join("\n")) { p.verdictsSaid = verdicts.join("\n"); p.verdicts.replaceChildren(...verdicts.map(v => html("p", { class: "hint" }, null, v))); }
     p.log.replaceChildren();
-    for (const d of log) { const tr = html("tr", {}, p.log); html("td", {}, tr, age(Math.max(0, t - d.at)) + " ago"); html("td", TROUBLE.has(d.code) ? { class: "warn" } : {}, tr, d.text); }
+    for (const d of log) { const tr = html("tr", {}, p.log); html("td", {}, tr, age(Math.max(0, t - d.at)) + " ago"); html("td", d.trouble ? { class: "warn" } : {}, tr, d.text); }
   },
   drawStory() {
     const p = this.parts, s = page.story;

@@ -9,7 +9,6 @@ const pct = x => (100 * x).toFixed(1) + " %";
 const secs = x => x >= 100 ? x.toFixed(0) + " s" : x >= 1 ? x.toFixed(2) + " s" : (1000 * x).toFixed(1) + " ms";
 const size = b => b >= 2 ** 30 ? (b / 2 ** 30).toFixed(2) + " GiB" : b >= 2 ** 20 ? (b / 2 ** 20).toFixed(1) + " MiB" : b >= 1024 ? (b / 1024).toFixed(0) + " KiB" : b + " B";
 const median = xs => { const s = [...xs].sort((a, b) => a - b); return s.length ? s[Math.floor((s.length - 1) / 2)] : 0; };
-const TROUBLE = new Set(["job_faulted", "blocked", "node_lost", "overran", "unconfirmed", "session_lost", "session_expired", "retry", "killed", "lost", "refused", "evicted", "frozen"]);
 function el(name, attrs, parent, text) {
   const e = document.createElementNS(NS, name);
   for (const k in attrs) e.setAttribute(k, attrs[k]);
@@ -210,7 +209,7 @@ function controls(bar, timeline) {
   b("zoom in", () => timeline.zoom(.5, mid())); b("zoom out", () => timeline.zoom(2, mid())); b("all", () => timeline.show(...timeline.full));
 }
 function lanesOf(g) {
-  const marks = (g.decisions || []).filter(d => TROUBLE.has(d.code));
+  const marks = (g.decisions || []).filter(d => d.trouble);
   return [
     ...g.jobs.map(job => ({ name: job, items: g.intervals.filter(i => i.job === job && i.kind !== "swapping") })),
     { name: "lock", items: g.intervals.filter(i => i.kind === "held"), marks },

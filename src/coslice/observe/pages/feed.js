@@ -40,7 +40,7 @@ class Feed {
     while (drop < g.past.length && g.past[drop].end < old) drop++;
     if (drop > 40) g.past.splice(0, drop);
     if (g.queue.length > KEPT) g.queue.splice(0, g.queue.length - KEPT);
-    if (g.log.length > 100) g.log.splice(0, g.log.length - 100);
+    if (g.log.length > 200) { const cut = g.log.length - 100; g.log = [...g.log.slice(0, cut).filter(d => d.trouble).slice(-50), ...g.log.slice(cut)]; }
     this.colours(g);
   }
   // The order of a group's jobs is the order of their colours: who is there keeps its place.
