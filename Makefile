@@ -35,7 +35,7 @@ test-helm: $(VENV)/.installed     ## the chart with the real helm, against the s
 	command -v helm >/dev/null || $(BIN)/python tools/helm.py
 	$(BIN)/pytest -m helm tests/deploy
 
-test-chromium: $(VENV)/.installed ## the replay page in a real browser (needs chromium and chromedriver)
+test-chromium: $(VENV)/.installed ## replay page and dashboard in a real browser (needs chromium and chromedriver)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[chromium]'
 	$(BIN)/pytest -m chromium tests
 

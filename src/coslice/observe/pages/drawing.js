@@ -200,7 +200,7 @@ function legend(bar, solo, jobs = allJobs) {
   const l = html("div", { class: "legend" }, bar);
   const item = (bg, text) => { const s = html("span", {}, l); const i = html("i", {}, s); i.style.background = bg; s.append(text); };
   jobs.forEach(j => item(colorIn(jobs, j), j));
-  if (!solo) { item("repeating-linear-gradient(45deg, var(--soft) 0 2px, transparent 2px 5px)", "waiting"); item("var(--swap)", "swap"); }
+  if (!solo) { item("repeating-linear-gradient(45deg, var(--soft) 0 2px, transparent 2px 5px)", "waiting"); item("var(--swap)", "swap"); item("var(--bad)", "trouble"); }
   item("var(--off)", "off the accelerator");
 }
 function controls(bar, timeline) {
