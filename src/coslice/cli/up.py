@@ -511,19 +511,28 @@ def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[Serving]]) -> 
 
         loop.add_signal_handler(signal.SIGHUP, hung_up)
         async with AsyncExitStack() as stack:
-            apps, parts[:] = await serve(stack)
-            waits = [asyncio.ensure_future(each) for each in (stop.wait(), *(app.wait() for app in apps))]
-            try:
-                ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
-            for wait in ended:
-                wait.result()
+            serving = asyncio.ensure_future(serve(stack))
+            await _first(stop.wait(), serving)  # it may wait for another process, and a signal still ends it
+            if serving.done() and not serving.cancelled():
+                apps, parts[:] = serving.result()
+                await _first(stop.wait(), *(app.wait() for app in apps))
             if console.is_terminal:  # where it is a log, only log lines go
                 console.print("stopping …", style="dim")
 
     asyncio.run(main())
+
+
+async def _first(*waits: Awaitable[object]) -> None:
+    """Until the first of them is over; the others are called off. Raises what that one raised."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in ended:
+        task.result()
 
 
 def _terminal() -> bool:
