@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The demo and the tests need one framework build; any torch >= 2.6 works for your own jobs.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test test-faults test-chromium test-jax test-trl test-trl-previous test-ray test-frameworks test-etcd test-helm check bench soak storms mutants protos docs clean
+.PHONY: demo test test-demo test-faults test-chromium test-jax test-trl test-trl-previous test-ray test-frameworks test-etcd test-helm check bench soak storms mutants protos docs clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,7 +17,10 @@ demo: $(VENV)/.installed          ## run the main job: two RL jobs alone, then s
 	$(BIN)/coslice demo
 
 test: $(VENV)/.installed          ## all tests: core, fakes, real processes
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax and not trl and not ray and not frameworks and not faults and not cuda and not etcd and not helm' tests
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not chromium and not jax and not trl and not ray and not frameworks and not faults and not cuda and not etcd and not helm and not demo' tests
+
+test-demo: $(VENV)/.installed     ## the demo interrupted in further ways, and with memory for both jobs or for none
+	$(BIN)/pytest -m demo tests/demo
 
 test-faults: $(VENV)/.installed   ## long campaigns of kills at random instants, with a short soak
 	$(BIN)/pytest -m faults tests/faults tests/soak

@@ -73,6 +73,7 @@ def test_two_jobs_share_a_memory_that_holds_one_and_no_bit_changes(folder: Path)
     assert "<html" in (folder / "out" / "replay.html").read_text()
 
 
+@pytest.mark.demo
 def test_a_memory_that_holds_both_moves_nothing_and_says_why(folder: Path) -> None:
     process = _demo(folder, "--memory", "256MiB")
     output, _ = process.communicate(timeout=360)
@@ -85,7 +86,14 @@ def test_a_memory_that_holds_both_moves_nothing_and_says_why(folder: Path) -> No
     assert "nothing was moved, because" in output
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.demo),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.demo),
+    ],
+)
 def test_interrupted_in_the_middle_it_leaves_nothing(folder: Path, signum: signal.Signals) -> None:
     process = _demo(folder)
     assert process.stdout is not None
@@ -99,7 +107,11 @@ def test_interrupted_in_the_middle_it_leaves_nothing(folder: Path, signum: signa
 
 
 @pytest.mark.parametrize(
-    ("size", "says"), [("12 parsecs", "not a size"), ("20MiB", "not enough for one job")]
+    ("size", "says"),
+    [
+        ("12 parsecs", "not a size"),
+        pytest.param("20MiB", "not enough for one job", marks=pytest.mark.demo),
+    ],
 )
 def test_a_memory_that_cannot_be_is_refused_with_the_figures(folder: Path, size: str, says: str) -> None:
     process = _demo(folder, "--memory", size)
