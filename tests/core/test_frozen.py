@@ -181,6 +181,21 @@ def test_it_is_told_when_its_state_is_lost() -> None:
     assert w.group.frozen == ()
 
 
+def test_a_node_that_hangs_while_it_should_leave_takes_it_along() -> None:
+    """It may have left that device or not: it would go on without what it had there."""
+    w = world(nodes=("n0", "n1"), op_timeout=100.0)
+    a = hold(w, "a")
+    b = w.client("b1", job="b")
+    w.ask(b)
+    w.wait(LONG)
+    w.settle_only("n0")
+    w.wait(101)
+    assert b.holding
+    assert w.group.nodes == ("n0",)
+    assert not a.holding
+    assert [e.job for e in lost(w)] == ["a"]
+
+
 def test_who_was_made_to_wait_goes_first_whatever_the_policy_prefers() -> None:
     """``fewest_swaps`` would give the lock to whoever is loaded."""
     w = world(policy="fewest_swaps")
