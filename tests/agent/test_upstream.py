@@ -202,7 +202,7 @@ async def test_a_broken_stream_fails_the_operation_and_what_had_left_goes_back(n
     assert (await process.until("restored"))["intact"]
     async with asyncio.timeout(PATIENCE):
         while await caller.states() != {"job-a": "RUNNING"}:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # upstream tells nobody of a state
 
 
 async def test_an_answer_that_comes_too_late_brings_the_state_back(node: Node) -> None:
@@ -217,7 +217,7 @@ async def test_an_answer_that_comes_too_late_brings_the_state_back(node: Node) -
     assert (await process.until("restored"))["intact"]
     async with asyncio.timeout(PATIENCE):
         while await caller.states() != {"job-a": "RUNNING"}:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # upstream tells nobody of a state
 
 
 async def test_the_process_is_known_and_its_end_ends_the_job(node: Node) -> None:
@@ -229,7 +229,7 @@ async def test_the_process_is_known_and_its_end_ends_the_job(node: Node) -> None
     await process.ended()
     async with asyncio.timeout(PATIENCE):
         while await caller.states():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # upstream tells nobody of a state
     await workload(node, "job-a", size=MIB)
     assert await caller.states() == {"job-a": "RUNNING"}, "the same name starts afresh"
 
@@ -357,7 +357,7 @@ async def test_a_second_channel_of_a_process_takes_over_and_fails_what_was_under
     await new.write(up.WorkloadMessage(result=up.CommandResult(command_id=back.command_id, ok=True)))
     async with asyncio.timeout(PATIENCE):
         while await caller.states() != {"job-a": "RUNNING"}:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # upstream tells nobody of a state
 
 
 async def test_another_process_cannot_push_a_workload_off_its_channel(node: Node) -> None:
@@ -367,7 +367,7 @@ async def test_another_process_cannot_push_a_workload_off_its_channel(node: Node
     caller = Caller(node)
     async with asyncio.timeout(PATIENCE):
         while len((await node.status()).members) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # nor of a registration
     assert all(member.connected for member in (await node.status()).members)
     operation = await caller.snapshot("job-a")
     await process.until("told")

@@ -61,7 +61,7 @@ class Workload:
                     say(event="disconnected", code=error.code().name, text=error.details())
                 outgoing.put(None)
             backoff = 0.1 if time.monotonic() - began > 5 else min(2.0, 2 * backoff)
-            time.sleep(backoff * random.uniform(0.5, 1.5))
+            time.sleep(backoff * random.uniform(0.5, 1.5))  # between two dials, as llm-d's client has it
 
     def carry_out(self, command: up.AgentCommand) -> up.CommandResult:
         if command.HasField("restore"):
@@ -74,7 +74,7 @@ class Workload:
             return up.CommandResult(ok=False, error="RuntimeError: no")
         if not self.options.lie:
             self.snapshot()
-        time.sleep(self.options.slow)
+        time.sleep(self.options.slow)  # a move that takes long, as the test asks for
         if self.options.hold and not self.went.wait(60):
             os._exit(4)
         say(event="saved")

@@ -102,7 +102,7 @@ class Crowd:
                 queues = {group.group: [one.job for one in group.waiters] for group in found.groups}
                 if sum(map(len, queues.values())) == len(waiting):
                     return queues
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.1)  # a status is not pushed while nobody leads
 
     async def go_on(self) -> None:
         """The holders yield; then each waiter has its turn."""
@@ -128,7 +128,7 @@ class Crowd:
         self.first.setdefault(group, time.monotonic())
         self.turns[group].append(job)
         self.epochs[group].append(epoch)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # lets others in, as computing would
         await self._leave(group, job)
 
     async def _enter(self, group: str, job: str) -> int:

@@ -126,7 +126,7 @@ async def test_etcd_is_killed_and_comes_back(
     queues = await crowd.arrive()
     etcd.kill()
     going_on = asyncio.create_task(crowd.go_on())
-    await asyncio.sleep(away_s)
+    await asyncio.sleep(away_s)  # how long the store is away is what is tested
     assert not crowd.turns  # nothing is decided that cannot be saved
     await asyncio.to_thread(etcd.start)
     await going_on

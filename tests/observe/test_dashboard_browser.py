@@ -68,7 +68,7 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not true():  # a browser tells the test nothing by itself
         assert time.monotonic() < end
-        time.sleep(0.05)
+        time.sleep(0.05)  # see above: the browser is asked
 
 
 def press(browser: Any, *keys: str) -> None:
@@ -89,7 +89,7 @@ def test_200_live_groups_update_more_than_30_times_a_second_and_nothing_is_missi
         return float(next(one["value"] for one in found if one["name"] == "TaskDuration"))
 
     before, used = run(seen), cpu()
-    time.sleep(MEASURED_S)
+    time.sleep(MEASURED_S)  # a rate is measured over time
     after, used = run(seen), cpu() - used
     updates, changes, passed, seconds = (after[n] - before[n] for n in (0, 1, 2, 5))
     with capsys.disabled():

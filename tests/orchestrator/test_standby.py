@@ -57,7 +57,7 @@ async def test_who_found_the_leader_silent_is_answered_once_there_is_another(wor
     hearsay.leader = Seat("old:1", id="old")
     async with grpc.aio.insecure_channel(app.address) as channel:
         call = rpc.OrchestratorStub(channel).Session(iter([]), metadata=((SILENT, "old"),))  # type: ignore[call-arg, arg-type]
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # time for an answer that must not come
         assert not call.done()
         hearsay.leader = Seat("new:1", id="new")
         assert dict(await call.trailing_metadata())[LEADER] == "new:1"  # type: ignore[misc, call-overload]

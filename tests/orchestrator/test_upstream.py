@@ -129,7 +129,7 @@ async def test_only_the_holder_may_yield_and_a_free_lock_may_be_yielded_by_anybo
 async def test_a_grant_waits_for_no_confirmation(world: World, callers: list[Caller]) -> None:
     up_, _ = await started(world, callers, confirm_timeout=0.05)
     await up_.acquire("job-a")
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # six times the time to confirm
     assert (await up_.status()).group.locking_job == "job-a"
     await up_.give("job-a")
     await up_.acquire("job-b")

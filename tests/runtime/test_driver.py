@@ -195,7 +195,7 @@ async def test_all_that_is_queued_shares_one_save_and_acts_in_order() -> None:
 @virtual
 async def test_what_is_told_right_after_a_put_shares_its_save() -> None:
     rig = Rig().start()
-    await asyncio.sleep(1)
+    await asyncio.sleep(1)  # virtual time
     put = rig.driver.put(Add(1))
     rig.driver.tell(Add(10))
     await put

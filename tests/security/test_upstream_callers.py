@@ -115,4 +115,4 @@ async def test_a_process_that_coslice_run_started_is_known_by_its_environment(
     await registered(node, "job-a")
     async with asyncio.timeout(PATIENCE):
         while len((await node.status()).members) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # upstream tells nobody of a registration

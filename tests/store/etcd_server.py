@@ -50,7 +50,7 @@ class EtcdServer:
             assert self.process is not None
             assert self.process.poll() is None, (self._folder / "log").read_text()[-2000:]
             assert time.monotonic() < deadline, "etcd does not become healthy"
-            time.sleep(0.05)
+            time.sleep(0.05)  # etcd does not announce that it is healthy
 
     def call(self, path: str, body: dict[str, object]) -> dict[str, object]:
         answer = httpx.post(f"http://{self.address}/v3/{path}", json=body, timeout=10)

@@ -136,7 +136,7 @@ async def test_an_outage_shorter_than_the_lease_is_ridden_out(etcd: EtcdServer, 
     version = await store.save("key", b"1", expect=0)
     etcd.kill()
     saving = asyncio.gather(store.save("key", b"2", expect=version), store.save("new", b"1", expect=0))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # the outage lasts for some attempts
     assert not saving.done()
     await asyncio.to_thread(etcd.start)
     async with asyncio.timeout(BOUND):
@@ -157,7 +157,7 @@ async def test_one_leads_and_the_others_know_whom_to_dial(etcd_location: str, el
         while b.hearsay.leader != Seat("a:1"):  # noqa: ASYNC110  # it tells nobody whom it heard of
             await asyncio.sleep(0.01)
         while await a.standbys() != ["a:1", "b:1"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # who stands by is announced to nobody
     assert not waiting.done()
     await a.close()  # resigns: nobody waits for its lease to run out
     async with asyncio.timeout(BOUND):
@@ -208,7 +208,7 @@ async def test_standing_by_survives_an_outage(etcd: EtcdServer, elect: Elect) ->
     a, b = elect(etcd.location(), "a", ttl=2), elect(etcd.location(), "b", ttl=2)
     tenure, _ = await lead(a)
     waiting = asyncio.ensure_future(lead(b))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # it has begun to wait by then, or begins in the outage
     etcd.kill()
     async with asyncio.timeout(BOUND):
         await tenure.ended()

@@ -171,7 +171,7 @@ async def test_an_outage_shorter_than_the_lease_is_ridden_out(api: FakeKubernete
     version = await store.save("key", b"1", expect=0)
     api.go_down()
     saving = asyncio.gather(store.save("key", b"2", expect=version), store.save("new", b"1", expect=0))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # the outage lasts for some attempts
     assert not saving.done()
     api.down = False
     async with asyncio.timeout(BOUND):
@@ -293,7 +293,7 @@ async def test_a_silent_leader_is_succeeded_over_gaps_in_the_watch(api: FakeKube
     first, _ = await lead(a)
     waiting = asyncio.ensure_future(lead(b))
     for _ in range(5):  # the watch of the one who waits has to begin anew each time
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # so that its watch is on again
         api.cluster.create(("v1", "pods", "here"), {"metadata": {"generateName": "p-"}})
         api.cluster.compact()
         api.cluster.drop_watches()
@@ -313,7 +313,7 @@ async def test_bookmarks_do_not_stand_for_the_lease(api: FakeKubernetes, elect: 
     async with asyncio.timeout(BOUND):
         while not waiting.done():
             api.cluster.create(("v1", "pods", "here"), {"metadata": {"generateName": "p-"}})
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # the pace of others that write
     assert (await waiting)[0].term == first.term + 1
 
 
@@ -321,7 +321,7 @@ async def test_a_lease_that_others_touch_is_still_renewed(api: FakeKubernetes, e
     tenure, _ = await lead(elect("a", ttl=1))
     for n in range(15):
         api.cluster.patch(LEASES, "t-leader", {"metadata": {"labels": {"n": str(n)}}})
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # the pace of others that write
     assert not tenure.over
 
 

@@ -32,6 +32,7 @@ class TestKubernetesStore(StoreContract):
 
 class TestElectedKubernetesStore(StoreContract):
     durable = True
+    writes_on_opening = True
 
     @pytest.fixture
     def location(self, kubernetes: FakeKubernetes) -> str:

@@ -210,7 +210,7 @@ async def test_an_api_that_is_away_ends_nobody(labels: Labels) -> None:
         broken = ApiError(503, "ServiceUnavailable", "etcd is away")
         labels.api.fail = lambda method, path: broken
         labels.cluster.drop_watches()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # some attempts fail meanwhile
         assert len(heard.views) == count
         labels.api.fail = lambda method, path: None
         labels.pod("p2", job="b")

@@ -21,8 +21,9 @@ from rich.table import Table
 
 from coslice.cli.bench import _stop, _summary
 from coslice.cli.bench_scale_load import KEEPALIVE_S
-from coslice.cli.rpc import group_status
+from coslice.cli.rpc import orchestrator
 from coslice.errors import OperationFailed
+from coslice.wire.v1 import coslice_pb2 as pb
 
 PER_LOAD = 250
 """Groups of one process of the load."""
@@ -123,14 +124,12 @@ def _detection(address: str, loaders: Sequence[Loader]) -> dict[str, float]:
     for loader, lose, name in zip(reversed(loaders), ("kill", "stop"), ("killed", "silent"), strict=False):
         getattr(loader, lose)()
         began = time.monotonic()
-        while _held(address, loader.group):  # an onlooker of a benchmark: nothing is measured meanwhile
-            time.sleep(0.25)
+        with orchestrator(address) as stub:
+            for status in stub.WatchStatus(pb.GetStatusRequest(group=loader.group)):
+                if all(group.state != "held" for group in status.groups):
+                    break
         found[name] = round(time.monotonic() - began, 1)
     return found
-
-
-def _held(address: str, name: str) -> bool:
-    return any(group.group == name and group.state == "held" for group in group_status(address, name).groups)
 
 
 def _serve(stack: ExitStack, state: Path, groups: int, jobs: int) -> tuple[int, str]:

@@ -213,7 +213,7 @@ class Load:
             at = begin + offset + number * pace
             if at >= end:
                 break
-            await asyncio.sleep(max(0.0, at - time.monotonic()))
+            await asyncio.sleep(max(0.0, at - time.monotonic()))  # the pace of the load
             self.turns[number % len(self.turns)].pass_on()
         await asyncio.sleep(1.0)  # the last answers
         return {

@@ -14,14 +14,17 @@ from collections.abc import Iterable, Sequence
 
 
 def covered(intervals: Iterable[tuple[float, float]], *, start: float, end: float) -> float:
-    """Seconds of ``[start, end]`` that lie in at least one interval; overlaps count once."""
+    """Seconds of ``[start, end]`` that lie in at least one interval; overlaps count once.
+
+    Never more than the span, to which a sum of parts may round up beyond the last digit.
+    """
     total, reached = 0.0, start
     for begin, stop in sorted(intervals):
         begin, stop = max(begin, reached), min(stop, end)
         if stop > begin:
             total += stop - begin
             reached = stop
-    return total
+    return min(total, max(0.0, end - start))
 
 
 def held_duty(leases: Iterable[tuple[float, float]], *, start: float, end: float) -> float:

@@ -21,7 +21,7 @@ With ``staleness`` 0 both are the same thing; the exact rule is in ``cycle.Batch
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -266,17 +266,7 @@ def brief_profile(profile: Profile, *, cycles: int = 32) -> Profile:
             return part
         return msgspec.structs.replace(part, samples=part.samples[-cycles:], quantiles=())
 
-    pools = tuple(
-        msgspec.structs.replace(
-            pool,
-            period=short(pool.period),
-            busy=short(pool.busy),
-            phases=tuple(
-                msgspec.structs.replace(phase, duration=short(phase.duration)) for phase in pool.phases
-            ),
-        )
-        for pool in profile.pools
-    )
+    pools = tuple(_with_durations(pool, short) for pool in profile.pools)
     return msgspec.structs.replace(profile, pools=pools, source=Source(kind=profile.source.kind))
 
 
@@ -311,15 +301,13 @@ def _rounded(profile: Profile) -> Profile:
             samples=tuple(round(x, 6) for x in part.samples),
         )
 
-    pools = tuple(
-        msgspec.structs.replace(
-            pool,
-            period=short(pool.period),
-            busy=short(pool.busy),
-            phases=tuple(
-                msgspec.structs.replace(phase, duration=short(phase.duration)) for phase in pool.phases
-            ),
-        )
-        for pool in profile.pools
+    return msgspec.structs.replace(profile, pools=tuple(_with_durations(p, short) for p in profile.pools))
+
+
+def _with_durations(pool: Pool, change: Callable[[Durations], Durations]) -> Pool:
+    return msgspec.structs.replace(
+        pool,
+        period=change(pool.period),
+        busy=change(pool.busy),
+        phases=tuple(msgspec.structs.replace(ph, duration=change(ph.duration)) for ph in pool.phases),
     )
-    return msgspec.structs.replace(profile, pools=pools)

@@ -129,6 +129,7 @@ class EtcdElection:
         alarm = loop.call_at(lease.until, lease.lost, _silence(lease))
         try:
             while not lease.gone.is_set():
+                # the pace of renewals
                 await asyncio.sleep(min(lease.ttl / 3, max(0.1, lease.until - loop.time() - lease.ttl / 3)))
                 sent = loop.time()
                 try:

@@ -121,7 +121,7 @@ class LeaseElection:
         try:
             while not tenure.over:
                 pause = min(self._ttl / 3, max(0.1, until - loop.time() - self._ttl / 3))
-                await asyncio.sleep(pause)
+                await asyncio.sleep(pause)  # the pace of renewals
                 sent = loop.time()
                 try:
                     await self._write({}, timeout=self._ttl / 3)
