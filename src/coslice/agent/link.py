@@ -18,6 +18,7 @@ import grpc.aio
 
 from coslice.errors import ConfigError
 from coslice.security.credentials import PLAIN, Credentials
+from coslice.wire.cancelled import raise_if_cancelled
 from coslice.wire.leader import LEADER_FOR_AGENTS, Dial
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
@@ -112,6 +113,7 @@ class Link:
         welcomed, trailers = False, None
         if await self._reach(channel):
             welcomed, trailers = await self._attach(rpc.OrchestratorStub(channel))
+            raise_if_cancelled()
         if welcomed:
             self._dial.reached()
         if not self._dial.failed(trailers) and not welcomed:

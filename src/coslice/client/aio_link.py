@@ -31,6 +31,7 @@ from coslice.client.transport import (
 )
 from coslice.client.types import Status
 from coslice.errors import ConfigError
+from coslice.wire.cancelled import raise_if_cancelled
 from coslice.wire.leader import Dial, addresses_of
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
@@ -143,6 +144,7 @@ class AioLink:
         try:
             while True:
                 welcomed, trailers = await self._read_one()
+                raise_if_cancelled()
                 if welcomed:
                     backoff.reset()
                     self._dial.reached()

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from coslice.security.credentials import PLAIN, Credentials
+from coslice.wire.cancelled import raise_if_cancelled
 from coslice.wire.leader import LEADER_FOR_AGENTS, Dial
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
@@ -181,8 +182,9 @@ class FakeAgent:
                     await self._tell()
                     return
             except asyncio.CancelledError:
-                if self._stream is None or not self._stream.cancelled() or _being_cancelled():
+                if self._stream is None or not self._stream.cancelled():
                     raise
+            raise_if_cancelled()
             if self._dial.failed(trailers):
                 await asyncio.sleep(RECONNECT)  # a listener that is not there gives no notice of its return
 
@@ -305,8 +307,3 @@ class _Books:
 async def _write(stream: Any, outgoing: "asyncio.Queue[pb.AgentMessage]") -> None:
     while True:
         await stream.write(await outgoing.get())
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
