@@ -1,6 +1,6 @@
 """Whoever dials again and again ends when it is cancelled, though gRPC may lose the cancellation.
 
-gRPC does so while it sets up a stream, in an instant that no test can hit at will; here it loses the first one.
+gRPC does so while it sets up a stream, in an instant that no test can hit at will; here it loses the first.
 """
 
 import asyncio

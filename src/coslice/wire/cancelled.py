@@ -8,7 +8,7 @@ import asyncio
 
 
 def raise_if_cancelled() -> None:
-    """``CancelledError`` if the current task was asked to end. For a loop over streams, after each of them."""
+    """``CancelledError`` if the current task was asked to end; for a loop over streams, after each one."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
