@@ -5,6 +5,7 @@ time, in order, and what it says travels on a stream that may be cut. ``World`` 
 and judges: it knows the truth about every device and what every client believes; it checks each step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -345,11 +346,11 @@ class World:
             assert after is None or after > self.now, "what was due is done"
         self.now = until
 
-    def restart(self) -> None:
+    def restart(self, taken_up: Callable[[Group, float], Group] = restarted) -> None:
         """The orchestrator is killed and started again: every stream is cut, the clock begins anew."""
         stored = msgspec.json.decode(msgspec.json.encode(self.group), type=Group)
         self.now = 0.0
-        self.group = restarted(stored, self.now)
+        self.group = taken_up(stored, self.now)
         for client in self.clients.values():
             client.connected = False
         for node in self.nodes.values():

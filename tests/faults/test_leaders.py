@@ -49,8 +49,8 @@ def location(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def orchestrators(tmp_path: Path, location: str) -> Iterator[Orchestrators]:
-    """``takeover_resettle`` ends when all are back; by default soon, which a busy machine may miss."""
-    several = Orchestrators(tmp_path, location, ttl=2, takeover_resettle=60.0, takeover_grace=120.0)
+    """``takeover_grace``: what has to be back by then a busy machine may miss."""
+    several = Orchestrators(tmp_path, location, ttl=2, takeover_grace=120.0)
     for _ in range(3):
         several.start()
     yield several

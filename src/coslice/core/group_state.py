@@ -30,7 +30,8 @@ class GroupRules(Struct, frozen=True, gc=False, kw_only=True):
 
     session_grace: float = 10.0
     resettle: float = 1.5
-    """After a restart nobody is passed over for that long: clients need a moment to come back."""
+    """After a restart nobody is passed over for that long, or until its session is given up: clients need a
+    moment to come back."""
     confirm_timeout: float = 5.0
     quantum: float = 30.0
     """A holder is asked to give way once it held that long and somebody waited that long."""

@@ -52,7 +52,8 @@ def restarted(group: Group, now: float) -> Group:
 
 
 def stalled(group: Group, now: float) -> Group:
-    """After the loop stood still for long: every deadline that runs gets its full time from ``now``."""
+    """After the loop stood still for long: every deadline that runs gets its full time from ``now``. None
+    comes earlier than it was: after a take-over some are longer than the rules say."""
     rules, held = group.rules, group.occupancy
     if isinstance(held, Held):
         again = (
@@ -64,7 +65,7 @@ def stalled(group: Group, now: float) -> Group:
     return replace(
         group,
         views=tuple(v if v.attached else replace(v, detached_at=now) for v in group.views),
-        lost=tuple(replace(s, deadline=now + rules.session_grace) for s in group.lost),
+        lost=tuple(replace(s, deadline=max(s.deadline, now + rules.session_grace)) for s in group.lost),
         stuck=tuple(replace(s, retry_at=now + rules.stuck_retry) for s in group.stuck),
         occupancy=held,
         settle_by=None if group.settle_by is None else now + rules.resettle,

@@ -17,7 +17,7 @@ from coslice.errors import ConfigError
 from coslice.security import listening
 from coslice.security.addresses import split_address
 from coslice.security.listening import Tls
-from coslice.store import check_location
+from coslice.store import check_location, shared
 
 DEFAULT_LISTEN = "127.0.0.1:50051"
 
@@ -55,11 +55,9 @@ class OrchestratorConfig(Struct, frozen=True, kw_only=True):
     """With a shared store: the address that others are told while this one leads. Empty: where it listens."""
     leader_ttl: float = 5.0
     """So long after its last word a leader is given up."""
-    takeover_resettle: float = 5.0
-    """``resettle`` after another took over: clients have to find it first."""
     takeover_grace: float = 25.0
-    """After another took over: ``session_grace`` of those who were connected before. By its keepalives a
-    client notices a machine that is dead or cut off only after up to 15 s."""
+    """After another took over: ``session_grace`` of those who were connected before, and nobody is passed
+    over until then. By its keepalives a client notices a dead machine only after up to 15 s."""
     journal: str | None = None
     journal_max_bytes: int = 64 << 20
     """Then the journal goes on in a new file; ``journal_keep`` older ones are kept beside it."""
@@ -104,7 +102,7 @@ class OrchestratorConfig(Struct, frozen=True, kw_only=True):
 def rules(config: OrchestratorConfig) -> GroupRules:
     return GroupRules(
         session_grace=config.session_grace,
-        resettle=config.resettle,
+        resettle=config.takeover_grace if shared(config.store) else config.resettle,
         confirm_timeout=config.confirm_timeout,
         quantum=config.quantum,
         max_hold=config.max_hold,
@@ -148,7 +146,6 @@ def check(config: OrchestratorConfig) -> None:
         "keepalive",
         "leader_ttl",
         "takeover_grace",
-        "takeover_resettle",
     ):
         if not getattr(config, name) > 0:
             raise ConfigError(f"{name} is {getattr(config, name)}: give a number of seconds above 0")

@@ -51,15 +51,18 @@ def _told_again(event: ev.GroupEvent) -> bool:
     return isinstance(event, ev.OpSucceeded | ev.NodeReported)
 
 
-def _taken_over(state: Group, now: float, config: OrchestratorConfig) -> Group:
-    """With more time for everybody to come back than after a restart: a stream to a machine that is cut off
-    breaks late, and whose stream broke has to find us."""
+def taken_up(saved: Group, now: float, config: OrchestratorConfig) -> Group:
+    """The saved group as this process goes on with it at ``now``.
+
+    With a shared store everybody has more time to come back than after a restart: a stream to a machine that
+    is cut off breaks late, and whose stream broke has to find us. How long that takes on a busy machine
+    nobody knows, so nobody is passed over before it is given up.
+    """
+    state = core.restarted(replace(saved, rules=rules(config)), now)
+    if not shared(config.store):
+        return state
     grace = now + config.takeover_grace
-    lost = tuple(replace(s, deadline=max(s.deadline, grace)) for s in state.lost)
-    settle_by = state.settle_by
-    if settle_by is not None:
-        settle_by = max(settle_by, now + config.takeover_resettle)
-    return replace(state, lost=lost, settle_by=settle_by)
+    return replace(state, lost=tuple(replace(s, deadline=max(s.deadline, grace)) for s in state.lost))
 
 
 class GroupLock:
@@ -186,9 +189,7 @@ class Groups:
             state = core.new_group(GroupId(config.id), nodes=nodes, rules=rules(self._config), at=now)
             state = replace(state, epoch=saved.epoch if saved is not None else state.epoch)
         else:
-            state = core.restarted(replace(saved, rules=rules(self._config)), now)
-            if shared(self._config.store):
-                state = _taken_over(state, now, self._config)
+            state = taken_up(saved, now, self._config)
         self._observer.opened(state)
         driver: Driver[Group, ev.GroupEvent, fx.GroupEffect] = Driver(
             name=config.id,
