@@ -4,12 +4,17 @@
 """
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from coslice.gate import GATE
+
+# A test of several processes compiles us once, not in each of them.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 settings.register_profile(
     "fixed",

@@ -249,9 +249,14 @@ def test_devices_are_found_before_the_agent_serves(
 
 
 def test_without_a_driver_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_by_torch", lambda: ())
+    """And nobody waits for an import of torch to hear that."""
+
+    def imported(name: str) -> None:
+        raise AssertionError(f"{name} was imported")
+
     code = "from coslice.agent.discovery.nvml import Nvml; print(Nvml().survey().error)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if not said.stdout.startswith("NVML"):
         pytest.skip("there is a driver here")
+    monkeypatch.setattr(cuda.importlib, "import_module", imported)
     assert cuda.devices() == ()

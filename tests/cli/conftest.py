@@ -1,6 +1,9 @@
 """The real command line: real processes, real sockets on free ports, state in a temporary folder."""
 
+import contextlib
+import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -10,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from coslice.cli.main import main
 
 COSLICE = (sys.executable, "-m", "coslice.cli.main")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("COSLICE_")}
@@ -64,6 +69,25 @@ def coslice(*arguments: str, timeout: float = 60.0, **environment: str) -> "subp
         env=ENVIRONMENT | environment,
         check=False,
     )
+
+
+def in_process(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> "subprocess.CompletedProcess[str]":
+    """The same in this process, for commands that end before they start anything: an interpreter less."""
+    out, err = io.StringIO(), io.StringIO()
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    with monkeypatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["coslice", *arguments])
+        patch.setattr(os, "environ", dict(ENVIRONMENT))
+        try:
+            main()
+            status: object = 0
+        except SystemExit as ended:
+            status = ended.code
+        finally:
+            root.setLevel(level)
+            root.handlers[:] = handlers  # not the one of ``main``, whose stream is gone
+    return subprocess.CompletedProcess(arguments, int(str(status or 0)), out.getvalue(), err.getvalue())
 
 
 def run_arguments(up: Up, job: str, *command: str, group: str = "default") -> list[str]:

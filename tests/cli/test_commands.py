@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli.conftest import COSLICE, ENVIRONMENT, Start, coslice, run_arguments
+from cli.conftest import COSLICE, ENVIRONMENT, Start, coslice, in_process, run_arguments
 
 SCRIPT = """
 import os, sys
@@ -45,13 +45,15 @@ def test_help_teaches_the_first_steps() -> None:
     [["status"], ["explain", "default"], ["run", "--job", "a", "--", sys.executable, "-c", "pass"]],
     ids=["status", "explain", "run"],
 )
-def test_without_an_orchestrator_every_command_says_how_to_start_one(arguments: list[str]) -> None:
+def test_without_an_orchestrator_every_command_says_how_to_start_one(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [arguments[0], "-o", address, *arguments[1:]]
     begin = time.monotonic()
-    result = coslice(*command)
+    result = in_process(*command, monkeypatch=monkeypatch)
     assert result.returncode == 1
     assert address in result.stderr
     assert "coslice up" in result.stderr
@@ -79,13 +81,20 @@ def test_without_an_orchestrator_every_command_says_how_to_start_one(arguments: 
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_bad_input_is_one_clear_line_and_a_non_zero_exit(
-    arguments: list[str], words: str, tmp_path: Path
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra = ["--state", str(tmp_path), "--listen", "127.0.0.1:0"] if arguments[0] == "up" else []
-    result = coslice(*arguments[:1], *extra, *arguments[1:])
+    result = in_process(*arguments[:1], *extra, *arguments[1:], monkeypatch=monkeypatch)
     assert result.returncode == 2
     assert words in result.stderr
-    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_command_that_fails_leaves_no_traceback(tmp_path: Path) -> None:
+    result = coslice("up", "--state", str(tmp_path), "--listen", "127.0.0.1:0", "--memory", "lots")
+    assert result.returncode == 2
+    assert result.stderr.startswith("coslice: ")
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_a_port_in_use_names_the_port_and_leaves_nothing(tmp_path: Path) -> None:

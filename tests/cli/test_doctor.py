@@ -2,22 +2,22 @@
 
 import json
 import os
-import socket
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.conftest import ENVIRONMENT, Start, coslice
+from cli.conftest import Start, coslice, in_process
 
 from coslice.agent.discovery.survey import Gpu, Survey
 from coslice.cli.doctor import examine
 from coslice.cli.doctor_facts import Finding, Level, Machine
 from coslice.cli.doctor_jobs import engines
 from coslice.cli.doctor_node import NODE_CHECKS
-from coslice.cli.main import main
 from coslice.testing.engines import FakeEngine
 
 GIB = 1 << 30
@@ -227,11 +227,11 @@ def test_on_a_running_system_it_says_who_answers(up: Start) -> None:
 
 
 def test_a_port_that_another_program_has_is_a_problem_with_its_pid() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as other:
+        threading.Thread(target=other.serve_forever).start()  # it closes every connection at once
+        address = f"127.0.0.1:{other.server_address[1]}"
         status, found, _ = doctor("-o", address, "--agent", "127.0.0.1:1")
+        other.shutdown()
     assert status == 1
     assert f"process {os.getpid()}" in found["orchestrator"]["text"]
     assert found["agent"]["level"] == "note"
@@ -314,17 +314,9 @@ def test_a_job_is_moved_by_hand_and_back(up: Start) -> None:
     ],
 )
 def test_moving_by_hand_refuses_with_one_line(
-    arguments: list[str],
-    status: int,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], status: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["coslice", *arguments])
-    monkeypatch.setattr(os, "environ", dict(ENVIRONMENT))
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr().err
-    assert ended.value.code == status
-    assert words in said
-    assert len(said.strip().splitlines()) == 1
+    result = in_process(*arguments, monkeypatch=monkeypatch)
+    assert result.returncode == status
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

@@ -5,10 +5,12 @@ Asked once, before the agent serves. NVML runs in a program of its own, because 
 the devices later is ``discovery``'s to say.
 """
 
+import ctypes
 import importlib
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -54,11 +56,19 @@ def _by_nvml() -> tuple[Device, ...]:
 
 
 def _by_torch() -> tuple[Device, ...]:
-    """The import may take seconds."""
-    if importlib.util.find_spec("torch") is None:
+    if importlib.util.find_spec("torch") is None or not _driver():
         return ()
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return ()
     found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
     return tuple(Device(index=i, name=p.name, total_bytes=p.total_memory) for i, p in enumerate(found))
+
+
+def _driver() -> bool:
+    """Could torch find a device here? To import it takes seconds, and most nodes without a driver have it."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()  # of ROCm, whose devices torch calls CUDA's as well
+    return True

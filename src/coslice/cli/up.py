@@ -98,9 +98,9 @@ Serving = tuple[Sequence[App], Sequence[Part]]
 
 
 def run_up(options: UpOptions) -> None:
-    devices = _devices(options)
     policy = _policy(options.policy)
     settings = parse_settings(options.settings, OrchestratorConfig, AgentConfig)
+    devices = _devices(options)  # last: a driver may take seconds to answer
     sight = _Sight(options.http, options.otlp, options.security, service="coslice")
     with _StateDir(options.state, "up", ephemeral=options.ephemeral) as folder:
         config = OrchestratorConfig(
