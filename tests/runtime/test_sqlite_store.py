@@ -7,12 +7,14 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coslice.errors import ConfigError
-from coslice.store import SqliteStore
+from coslice.store import SqliteStore, sqlite
 from coslice.store.base import StoreError
 from coslice.store.ownership import Ownership
 
@@ -231,6 +233,69 @@ async def test_saves_of_many_writers_share_a_commit(tmp_path: Path) -> None:
     await asyncio.gather(*(store.save(f"key-{n}", b"1", expect=0) for n in range(500)))
     assert store.commits < 100
     await store.close()
+
+
+@pytest.fixture
+def writers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, list[str]]]:
+    """Of each commit: whether the loop's thread wrote it, and which keys."""
+    found: list[tuple[bool, list[str]]] = []
+    here, execute = threading.get_ident(), sqlite._Writer._execute
+
+    def watched(self: Any, after: dict[str, Any]) -> None:
+        found.append((threading.get_ident() == here, list(after)))
+        execute(self, after)
+
+    monkeypatch.setattr(sqlite._Writer, "_execute", watched)
+    return found
+
+
+async def test_a_save_that_is_alone_is_written_at_once_while_the_disk_is_quick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: list[tuple[bool, list[str]]]
+) -> None:
+    monkeypatch.setattr(sqlite, "QUICK_S", 60.0)
+    store = SqliteStore(tmp_path / "state.db")
+    await store.load()
+    assert await store.save("a", b"1", expect=0) == 1
+    assert writers == [(True, ["a"])]
+    await asyncio.gather(store.save("b", b"1", expect=0), store.save("c", b"1", expect=0))
+    assert not any(here for here, _ in writers[1:])
+    assert [key for _, keys in writers[1:] for key in keys] == ["b", "c"]
+    await store.save("d", b"1", expect=0)
+    assert writers[-1] == (True, ["d"])
+    await store.close()
+
+
+async def test_a_slow_disk_does_not_hold_up_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: list[tuple[bool, list[str]]]
+) -> None:
+    monkeypatch.setattr(sqlite, "QUICK_S", 0.0)
+    store = SqliteStore(tmp_path / "state.db")
+    await store.load()
+    await store.save("first", b"1", expect=0)  # nothing is known of the disk yet
+    for n in range(5):
+        await store.save(f"key-{n}", b"1", expect=0)
+    assert not any(here for here, _ in writers[1:])
+    await store.close()
+
+
+async def test_a_save_waits_its_turn_behind_those_with_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: list[tuple[bool, list[str]]]
+) -> None:
+    monkeypatch.setattr(sqlite, "QUICK_S", 60.0)
+    store = SqliteStore(tmp_path / "state.db")
+    await store.load()
+    loading = asyncio.ensure_future(store.load())  # the thread has the file meanwhile
+    saving = asyncio.ensure_future(store.save("a", b"1", expect=0))
+    found, version = await asyncio.gather(loading, saving)
+    assert (found, version) == ({}, 1)
+    assert not writers[0][0]
+    closing = asyncio.ensure_future(store.save("a", b"2", expect=1))
+    await asyncio.sleep(0)  # asked, not begun
+    await store.close()
+    assert await closing == 2
+    again = SqliteStore(tmp_path / "state.db")
+    assert await again.load() == {"a": (b"2", 2)}
+    await again.close()
 
 
 def test_an_owner_that_leaves_while_the_next_one_comes_does_not_let_two_in(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@ the loss of power.
 
 Everything that waits to be saved when the thread is free becomes one transaction, whoever asked: a hundred
 drivers cost one flush of the disk, not a hundred. Callers are answered after the commit, all at once.
+
+A save that is alone is written by the loop itself while the disk is quick: waking the thread, and then the
+loop again, takes longer than such a disk's flush.
 """
 
 import asyncio
@@ -10,7 +13,8 @@ import contextlib
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +27,8 @@ T = TypeVar("T")
 Entries = dict[str, tuple[bytes, int]]
 
 _ROWS = 100  # in one statement at most
+QUICK_S = 0.002
+"""A disk is quick if the last commit took no longer."""
 
 
 class _Load:
@@ -72,6 +78,10 @@ class SqliteStore:
         self.commits = 0
         """Transactions so far; each may have saved many values."""
         self._queue: _Queue = queue.SimpleQueue()
+        self._new: list[_Write] = []
+        """Saves of this turn of the loop."""
+        self._with_thread = 0
+        """Requests that it has yet to answer; while there is none it leaves the file alone."""
         self._thread: threading.Thread | None = None
         self._writer: _Writer | None = None
         self._ready = False
@@ -82,9 +92,9 @@ class SqliteStore:
             raise StoreError(f"the store {self.path} is closed")
         loop = asyncio.get_running_loop()
         request = _Load(loop.create_future())
-        self._queue.put(request)
+        self._hand_over(request)
         if self._thread is None:
-            self._writer = _Writer(self, self._queue, loop)
+            self._writer = _Writer(self, self._queue, _Answers(loop, self._answered))
             name = f"store {self.path.name}"
             self._thread = threading.Thread(target=self._writer.run, name=name, daemon=True)
             self._thread.start()
@@ -108,7 +118,7 @@ class SqliteStore:
         self._closed = True
         if self._ready:
             request = _Close(asyncio.get_running_loop().create_future())
-            self._queue.put(request)
+            self._hand_over(request)
             await request.future
 
     def _write(self, key: str, value: bytes | None, expect: int) -> asyncio.Future[int]:
@@ -116,20 +126,43 @@ class SqliteStore:
             raise StoreError(f"the store {self.path} is closed")
         if not self._ready:
             raise StoreError(f"the store {self.path} is not open: call load() first")
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        write = _Write(key, value, expect, future)
-        if self.flush or self._writer is None:
-            self._queue.put(write)
+        loop = asyncio.get_running_loop()
+        write = _Write(key, value, expect, loop.create_future())
+        if not self.flush and self._writer is not None:
+            self._writer.write_here([write])
+            return write.future
+        if not self._new:
+            loop.call_soon(self._begin)
+        self._new.append(write)
+        return write.future
+
+    def _begin(self) -> None:
+        """Whoever saves in the same turn of the loop is here by now."""
+        alone = len(self._new) == 1 and not self._with_thread
+        if alone and self._writer is not None and self._writer.took_s <= QUICK_S:
+            writes, self._new = self._new, []
+            self._writer.write_here(writes)
         else:
-            self._writer.write_here(write)
-        return future
+            self._hand_over()
+
+    def _hand_over(self, *further: _Request) -> None:
+        """To the thread, in the order in which they were asked."""
+        requests: list[_Request] = [*self._new, *further]
+        self._new = []
+        self._with_thread += len(requests)
+        for request in requests:
+            self._queue.put(request)
+
+    def _answered(self, requests: int) -> None:
+        self._with_thread -= requests
 
 
 class _Answers:
-    """Results for the waiting tasks, carried to the loop in one go."""
+    """Results for the waiting tasks, carried to the loop in one go. ``sent`` hears there how many came from
+    the thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, sent: Callable[[int], None]) -> None:
+        self._loop, self._sent = loop, sent
         self._todo: list[tuple[_Request, object]] = []
 
     def give(self, request: _Request, result: object) -> None:
@@ -144,7 +177,11 @@ class _Answers:
         todo, self._todo = self._todo, []
         if todo:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(self._resolve, todo)
+                self._loop.call_soon_threadsafe(self._arrive, todo)
+
+    def _arrive(self, todo: list[tuple[_Request, object]]) -> None:
+        self._sent(len(todo))
+        self._resolve(todo)
 
     @staticmethod
     def _resolve(todo: Iterable[tuple[_Request, object]]) -> None:
@@ -161,9 +198,10 @@ class _Answers:
 class _Writer:
     """All that happens in the store's thread, and (``write_here``) short writes in the caller's."""
 
-    def __init__(self, store: SqliteStore, requests: _Queue, loop: asyncio.AbstractEventLoop) -> None:
-        self._store, self._path, self._requests = store, store.path, requests
-        self._answers = _Answers(loop)
+    def __init__(self, store: SqliteStore, requests: _Queue, answers: _Answers) -> None:
+        self._store, self._path, self._requests, self._answers = store, store.path, requests, answers
+        self.took_s = 0.0
+        """The last commit."""
         self._versions: dict[str, int] = {}
         self._last = 0
         self._broken: StoreError | None = None
@@ -184,12 +222,9 @@ class _Writer:
             self._answers.give(closing, None)
         self._answers.send()
 
-    def write_here(self, write: _Write) -> None:
-        """Without the thread: a write that need not wait for the disk costs less than waking another thread.
-
-        Safe because the thread then only loads and closes, and the loop waits for it meanwhile.
-        """
-        self._commit([write])
+    def write_here(self, writes: Sequence[_Write]) -> None:
+        """From the loop's own thread, while the other one has nothing to do."""
+        self._commit(writes)
         self._answers.resolve()
 
     def _open(self) -> sqlite3.Connection:
@@ -247,6 +282,7 @@ class _Writer:
             version = 0 if write.value is None else self._last
             after[write.key] = (write.value, version)
             results.append((write, version))
+        begun = time.monotonic()
         try:
             if self._broken is None:
                 self._execute(after)
@@ -254,6 +290,7 @@ class _Writer:
             self._broken = self._failure(error)
         if self._broken is None:
             self._store.commits += 1
+            self.took_s = time.monotonic() - begun
             for key, (_, version) in after.items():
                 self._versions[key] = version
         for write, result in results:
