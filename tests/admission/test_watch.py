@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from coslice.admission.watch import KNOWN, Watch
+from coslice.admission.trail import KNOWN
+from coslice.admission.watch import Watch
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.group_state import Group

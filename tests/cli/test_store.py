@@ -88,6 +88,11 @@ def _group_schema(path: Path) -> None:
     write_backup(path, values, force=True)
 
 
+def _admission_schema(path: Path) -> None:
+    values = read_backup(path) | {"admission/train": b'{"kind":"admission","schema":7,"state":{}}'}
+    write_backup(path, values, force=True)
+
+
 def _of_an_agent(path: Path) -> None:
     write_backup(path, {"holdings/train": b'{"kind":"holdings","schema":1,"state":{}}'}, force=True)
 
@@ -114,6 +119,7 @@ def _empty(path: Path) -> None:
     [
         (_file_schema, "has file format 7 and this coslice knows up to 1"),
         (_group_schema, "has schema 7 and this coslice knows up to 1: use the newer coslice"),
+        (_admission_schema, "admission/train: .* of this admission has schema 7"),
         (_of_an_agent, "state of a 'holdings', not of a 'group'"),
         (_cut, "damaged or cut short"),
         (_of_another_program, "no backup of coslice"),

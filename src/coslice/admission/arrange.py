@@ -5,11 +5,12 @@ suffices; two, and so on, always those that came last. Who came before never mak
 not admitted yet."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from coslice.admission.outlook import Outlook, Player, alone, outlook, overloaded
+from coslice.admission.outlook import TURNS, Outlook, Player, alone, outlook, overloaded
 from coslice.core.ids import JobId
 from coslice.plan.rules import too_slow
 from coslice.plan.units import Unit, unit_of
@@ -92,6 +93,11 @@ def words(players: Sequence[Player], seen: Outlook, swap_s: float) -> str:
         return (
             f"{1 - seen.within[victim.job]:.0%} of {victim.job}'s rolling means over ten steps would be "
             f"above its bound of {victim.bound:.2f} x (on average {seen.slowdown[victim.job]:.2f} x)"
+        )
+    if math.isinf(seen.slowdown[victim.job]):
+        return (
+            f"{victim.job}'s steps are so long beside the others' that not one was over when {TURNS} turns "
+            "had been played"
         )
     unit = _unit(victim, swap_s)
     others = [_unit(player, swap_s) for player in players if player.job != victim.job]

@@ -11,6 +11,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 BASE = 8
 """Cycles that the comparison rests on."""
 ALLOWANCE = 0.5
@@ -27,16 +30,64 @@ Times = tuple[float, float]
 """(on, off) seconds of one cycle."""
 
 
+class Sum(Struct, array_like=True):
+    """Of one figure, both ways."""
+
+    mean: float
+    spread: float
+    up: float = 0.0
+    down: float = 0.0
+    since_up: int = 0
+    since_down: int = 0
+
+    def see(self, value: float) -> bool:
+        """Is it one value too many?"""
+        far = max(-MOST, min(MOST, (value - self.mean) / self.spread))
+        self.up = max(0.0, self.up + far - ALLOWANCE)
+        self.down = max(0.0, self.down - far - ALLOWANCE)
+        self.since_up = self.since_up + 1 if self.up else 0
+        self.since_down = self.since_down + 1 if self.down else 0
+        return max(self.up, self.down) > THRESHOLD
+
+    def since(self, values: Sequence[float]) -> int:
+        """How many of these values, which end with the one too many, belong to the change: the sum may have
+        begun with some that only happened to be far off."""
+        count = min(len(values), self.since_up if self.up > THRESHOLD else self.since_down)
+        sure = _mean(values[-min(SURE, count) :])
+        while count > SURE and abs(values[-count] - self.mean) < abs(values[-count] - sure):
+            count -= 1
+        return count
+
+
+class SavedTest(Struct, frozen=True, kw_only=True):
+    """A ``DriftTest`` as it stands."""
+
+    seen: tuple[Times, ...]
+    sums: tuple[Sum, Sum] | None
+    period: float
+
+
 class DriftTest:
     """``base``: cycles that are known already, as of a declared profile; the first comparison rests on
     them."""
 
     def __init__(self, base: Sequence[Times] = ()) -> None:
         self._seen: deque[Times] = deque(maxlen=4 * BASE)
-        self._sums: tuple[_Sum, _Sum] | None = None
+        self._sums: tuple[Sum, Sum] | None = None
         self._period = 0.0
         if base:
             self._learn(base)
+
+    def save(self) -> SavedTest:
+        sums = None if self._sums is None else (replace(self._sums[0]), replace(self._sums[1]))
+        return SavedTest(seen=tuple(self._seen), sums=sums, period=self._period)
+
+    @classmethod
+    def restored(cls, saved: SavedTest) -> "DriftTest":
+        test = cls()
+        test._seen.extend(saved.seen)
+        test._sums, test._period = saved.sums, saved.period
+        return test
 
     def see(self, on: float, off: float) -> int:
         """How many of the latest cycles belong to something new; 0: nothing has changed."""
@@ -65,35 +116,8 @@ class DriftTest:
         self._period = _mean([on + off for on, off in times])
         least = LEAST_SPREAD * self._period or 1e-9
         columns = ([on for on, _ in times], [off for _, off in times])
-        first, second = (_Sum(_mean(column), max(_spread(column), least)) for column in columns)
+        first, second = (Sum(_mean(column), max(_spread(column), least)) for column in columns)
         self._sums = first, second
-
-
-class _Sum:
-    """Of one figure, both ways."""
-
-    def __init__(self, mean: float, spread: float) -> None:
-        self.mean, self._spread = mean, spread
-        self._up = self._down = 0.0
-        self._since_up = self._since_down = 0
-
-    def see(self, value: float) -> bool:
-        """Is it one value too many?"""
-        far = max(-MOST, min(MOST, (value - self.mean) / self._spread))
-        self._up = max(0.0, self._up + far - ALLOWANCE)
-        self._down = max(0.0, self._down - far - ALLOWANCE)
-        self._since_up = self._since_up + 1 if self._up else 0
-        self._since_down = self._since_down + 1 if self._down else 0
-        return max(self._up, self._down) > THRESHOLD
-
-    def since(self, values: Sequence[float]) -> int:
-        """How many of these values, which end with the one too many, belong to the change: the sum may have
-        begun with some that only happened to be far off."""
-        count = min(len(values), self._since_up if self._up > THRESHOLD else self._since_down)
-        sure = _mean(values[-min(SURE, count) :])
-        while count > SURE and abs(values[-count] - self.mean) < abs(values[-count] - sure):
-            count -= 1
-        return count
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,19 +2,41 @@
 
 from collections.abc import Iterable
 
+from msgspec import Struct
+
 from coslice.admission.model import MemberView, State
-from coslice.admission.watch import KNOWN, ROLLING, Trail
+from coslice.admission.trail import KNOWN, ROLLING, Trail
 from coslice.core import events as ev
 from coslice.core.group_state import Group, Held, waiting
 from coslice.core.ids import Incarnation, JobId
 from coslice.core.lease import can_join
 
+MOST = 1e6
+"""A slowdown of that much or more is saved as that much: JSON has no infinity."""
+
+
+class SavedSeat(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A ``Seat`` that the lock knows. Times are seconds before it was saved."""
+
+    job: JobId
+    incarnation: Incarnation
+    state: State
+    reason: str = ""
+    predicted: float = 0.0
+    above: int = 0
+    since: int = 0
+    correction: float = 1.0
+    judged: int = 0
+    admitted: bool = False
+    queued_ago: float | None = None
+    queued_s: float = 0.0
+
 
 class Seat:
     """One start of one job."""
 
-    __slots__ = ("above", "admitted", "correction", "incarnation", "job", "judged", "met", "predicted",
-                 "queued_at", "queued_s", "reason", "since", "state")  # fmt: skip
+    __slots__ = ("above", "admitted", "correction", "incarnation", "job", "judged", "measured", "met",
+                 "predicted", "queued_at", "queued_s", "reason", "since", "state")  # fmt: skip
 
     def __init__(self, job: JobId, incarnation: Incarnation, state: State) -> None:
         self.job, self.incarnation, self.state = job, incarnation, state
@@ -22,6 +44,8 @@ class Seat:
         self.predicted = 0.0
         self.above = self.since = 0
         """Rolling means in a row above the bound; cycles since the members or their order last changed."""
+        self.measured = 0
+        """Cycles of its trail that were looked at."""
         self.correction = 1.0
         self.judged = 0
         """How many of ``AGAIN`` are behind it, since it came or changed."""
@@ -30,6 +54,32 @@ class Seat:
         """The lock knows it."""
         self.queued_at: float | None = None
         self.queued_s = 0.0
+
+    def save(self, at: float) -> SavedSeat:
+        return SavedSeat(
+            job=self.job,
+            incarnation=self.incarnation,
+            state=self.state,
+            reason=self.reason,
+            predicted=min(MOST, self.predicted),
+            above=self.above,
+            since=self.since,
+            correction=self.correction,
+            judged=self.judged,
+            admitted=self.admitted,
+            queued_ago=None if self.queued_at is None else at - self.queued_at,
+            queued_s=self.queued_s,
+        )
+
+    @classmethod
+    def restored(cls, saved: SavedSeat, trail: Trail, saved_at: float) -> "Seat":
+        seat = cls(saved.job, saved.incarnation, saved.state)
+        seat.reason, seat.predicted, seat.correction = saved.reason, saved.predicted, saved.correction
+        seat.above, seat.since, seat.judged = saved.above, saved.since, saved.judged
+        seat.measured, seat.admitted, seat.met = trail.seen, saved.admitted, True
+        seat.queued_at = None if saved.queued_ago is None else saved_at - saved.queued_ago
+        seat.queued_s = saved.queued_s
+        return seat
 
 
 def view_of(seat: Seat, trail: Trail | None, now: float) -> MemberView:

@@ -172,12 +172,15 @@ def _ask(address: str) -> dict[str, bytes]:
 
 
 def _check(file: Path, values: Mapping[str, bytes]) -> None:
-    """Everything in it is a group that this version understands."""
-    from coslice.orchestrator.groups import CODEC
+    """Everything in it is a group, or what admission remembers of one, that this version understands."""
+    from coslice.orchestrator import admission_store, groups
 
     for key, value in values.items():
         try:
-            CODEC.decode(value)
+            if key.startswith(admission_store.KEY):
+                admission_store.CODEC.decode(value)
+            else:
+                groups.CODEC.decode(value)
         except ConfigError as error:
             raise ConfigError(f"{file} cannot be restored; {key}: {error}") from None
 

@@ -2,12 +2,14 @@
 
 Verdicts are worked out in a thread, so that no hand-over waits for one. Requests that may not go to the lock
 yet wait here, at the door; what a client that vanished had there is dropped, and asked for again by the
-client itself when it is back. Decides nothing: that is ``coslice.admission``."""
+client itself when it is back. Verdicts are saved before they are acted upon (``admission_store``). Decides
+nothing: that is ``coslice.admission``."""
 
 import asyncio
+import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -20,6 +22,7 @@ from coslice.core.group_state import Group
 from coslice.core.ids import GroupId, JobId, RequestId
 from coslice.core.outcome import Step
 from coslice.orchestrator import convert
+from coslice.orchestrator.admission_store import AdmissionStore
 from coslice.orchestrator.groups import GroupLock
 from coslice.orchestrator.sessions import GivenUp, Session
 from coslice.profile.model import Pool, Profile
@@ -50,16 +53,21 @@ class Admissions:
         self,
         *,
         clock: Clock,
+        store: AdmissionStore,
         queue_limit: float,
         line: Callable[[Mapping[str, object]], None],
         changed: Callable[[GroupId], None],
         lock_of: Callable[[str], GroupLock | None],
     ) -> None:
         self._clock, self._queue_limit, self._line, self._changed = clock, queue_limit, line, changed
-        self._lock_of = lock_of
+        self._store, self._lock_of = store, lock_of
         self._wardens: dict[GroupLock, Warden] = {}
         self._doors: dict[GroupLock, dict[RequestId, _Knock]] = {}
         self._due: dict[GroupLock, None] = {}
+        self._unsaved: dict[GroupLock, None] = {}
+        self._deleted: list[GroupId] = []
+        self._said: list[tuple[GroupLock, Decision]] | None = None
+        """Of a verdict that is not saved yet."""
         self._wake = asyncio.Event()
         self._unheard: list[tuple[GroupLock, ev.GroupEvent, Step[Group, fx.GroupEffect]]] = []
 
@@ -72,12 +80,24 @@ class Admissions:
             )
 
             def told(decision: Decision) -> None:
-                self._told(lock, decision)
+                if self._said is not None:
+                    self._said.append((lock, decision))
+                else:
+                    self._tell(lock, decision)
 
             warden = self._wardens[lock] = Warden(
                 rules, configured=config.policy, policy=lock.state.policy, told=told
             )
         return warden
+
+    def resume(self, locks: Iterable[GroupLock]) -> None:
+        """Take up what was saved of these groups, before anything is heard of them."""
+        for lock in locks:
+            if lock.config.admission != "off" and (found := self._store.found(lock.id)) is not None:
+                saved, ago = found
+                warden, now = self.warden(lock), self._clock.now()
+                self._carry_out(lock, warden.resume(saved, lock.state, at=now, ago=ago))
+                self._judge_soon(lock)
 
     # ── what happens ───────────────────────────────────────────────────────
 
@@ -102,6 +122,9 @@ class Admissions:
         if step.state.deleted:  # the lock itself tells whoever waits
             self._enter(lock, [knock.event.job for knock in self._doors.get(lock, {}).values()])
             self._wardens.pop(lock, None)
+            self._unsaved.pop(lock, None)
+            self._deleted.append(lock.id)
+            self._wake.set()
 
     def passes(
         self,
@@ -147,20 +170,26 @@ class Admissions:
     # ── judging ────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Answers questions and keeps deadlines, until cancelled."""
+        """Answers questions, keeps deadlines and saves, until cancelled. Raises ``StoreError``."""
         while True:
             await self._sleep()
+            deleted, self._deleted = self._deleted, []
+            for group in deleted:
+                await self._store.forget(group)
             due, self._due = tuple(self._due), {}
             for lock in due:
                 await self._judge(lock)
             now = self._clock.now()
             for lock, warden in tuple(self._wardens.items()):
                 if warden.deadline is not None and warden.deadline <= now:
-                    self._carry_out(lock, warden.passed(now))
+                    await self._obey(lock, functools.partial(warden.passed, now))
+            for lock in [lock for lock in self._unsaved if self._store.due(lock.id) <= now]:
+                await self._save(lock)
 
     async def _sleep(self) -> None:
-        deadlines = [warden.deadline for warden in self._wardens.values() if warden.deadline is not None]
-        left = max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
+        times = [warden.deadline for warden in self._wardens.values() if warden.deadline is not None]
+        times += [self._store.due(lock.id) for lock in self._unsaved]
+        left = max(0.0, min(times) - self._clock.now()) if times else None
         try:
             async with asyncio.timeout(left):
                 await self._wake.wait()
@@ -177,8 +206,26 @@ class Admissions:
                 log.exception("admission of group %s: no verdict; everybody may enter", lock.id)
                 self._carry_out(lock, warden.open_door())
                 return
-            self._carry_out(lock, warden.answered(question, plan, self._clock.now()))
+            now = self._clock.now()
+            await self._obey(lock, functools.partial(warden.answered, question, plan, now))
             self._changed(lock.id)
+
+    async def _obey(self, lock: GroupLock, decide: Callable[[], Actions]) -> None:
+        """Save first, then act."""
+        said = self._said = []
+        try:
+            actions = decide()
+        finally:
+            self._said = None
+        await self._save(lock)
+        for told, decision in said:
+            self._tell(told, decision)
+        self._carry_out(lock, actions)
+
+    async def _save(self, lock: GroupLock) -> None:
+        self._unsaved.pop(lock, None)
+        if (warden := self._wardens.get(lock)) is not None:  # else the group is no more
+            await self._store.save(lock.id, warden.books)
 
     def _carry_out(self, lock: GroupLock, actions: Actions) -> None:
         for event in actions.events:
@@ -241,10 +288,13 @@ class Admissions:
         if warden.has_question or warden.deadline is not None:
             self._due[lock] = None
             self._wake.set()
+        if warden.books.unsaved and lock not in self._unsaved:
+            self._unsaved[lock] = None
+            self._wake.set()
 
     # ── words ──────────────────────────────────────────────────────────────
 
-    def _told(self, lock: GroupLock, decision: Decision) -> None:
+    def _tell(self, lock: GroupLock, decision: Decision) -> None:
         loud = logging.WARNING if decision.code in LOUD else logging.INFO
         log.log(loud, "admission of group %s, %s: %s", lock.id, decision.code, decision.text)
         said = {"group": lock.id, "job": decision.job, "code": decision.code, "text": decision.text}

@@ -34,6 +34,7 @@ from coslice.observe.tracing import Tracing
 from coslice.orchestrator import dashboard, metrics
 from coslice.orchestrator.admin import Admin
 from coslice.orchestrator.admission import Admissions
+from coslice.orchestrator.admission_store import AdmissionStore
 from coslice.orchestrator.agents import Agents
 from coslice.orchestrator.config import OrchestratorConfig, agents_address, check
 from coslice.orchestrator.desk import Desk
@@ -93,11 +94,16 @@ class OrchestratorApp:
     """``start`` once, ``stop`` once; ``address`` is known in between."""
 
     def __init__(
-        self, config: OrchestratorConfig, *, board: Board | None = None, tracing: Tracing | None = None
+        self,
+        config: OrchestratorConfig,
+        *,
+        board: Board | None = None,
+        tracing: Tracing | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """``board``: where its metrics and its readiness go; None: nobody asks for them. ``tracing``: where
-        spans of hand-overs go; None: nowhere."""
-        self.config = config
+        spans of hand-overs go; None: nowhere. ``clock``: what time is taken from; None: the event loop."""
+        self.config, self._clock = config, clock or LoopClock()
         self._board = board
         pushed = Pushed(board.registry) if board is not None else None
         self._observer = Observer(pushed, Traces(tracing) if tracing is not None else None)
@@ -223,7 +229,7 @@ class OrchestratorApp:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(store.close)
             saved = await store.load()
-            clock = LoopClock()
+            clock = self._clock
             journal = Journal(
                 self.config.journal,
                 orchestrator=self.instance,
@@ -273,6 +279,7 @@ class OrchestratorApp:
 
         admission = Admissions(
             clock=clock,
+            store=AdmissionStore(store, saved, clock),
             queue_limit=config.queue_limit,
             line=journal.line,
             changed=watchers.changed,
@@ -336,6 +343,7 @@ class OrchestratorApp:
         )
         self._observer.admission = admission.heard
         groups.start(saved, perform)
+        admission.resume(groups)
         self._shown = _Shown(groups, sessions, agents, journal, admission)
         if self.live is not None:
             self._watchers = watchers
@@ -363,9 +371,9 @@ class OrchestratorApp:
         def of_groups() -> metrics.Taken:
             shown = self._shown
             if shown is None:
-                return metrics.Taken((), LoopClock().now())
+                return metrics.Taken((), self._clock.now())
             groups = tuple(lock.state for lock in shown.groups)
-            return metrics.Taken(groups, LoopClock().now(), shown.admission.at_door())
+            return metrics.Taken(groups, self._clock.now(), shown.admission.at_door())
 
         def of_process() -> metrics.Process:
             if (shown := self._shown) is None:

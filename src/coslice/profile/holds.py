@@ -11,7 +11,7 @@ from msgspec import Struct
 from coslice.profile.model import Phase, Pool, Role, durations, make_pool
 
 
-class Hold(Struct, frozen=True):
+class Hold(Struct, frozen=True, array_like=True):
     """One turn on the accelerators."""
 
     phase: str

@@ -258,16 +258,20 @@ def encode_profile(profile: Profile) -> bytes:
 
 
 def brief_profile(profile: Profile, *, cycles: int = 32) -> Profile:
-    """The same with its last ``cycles`` cycles only, and without quantiles where there are samples: short
-    enough to be sent with a hello."""
+    """The same with brief pools: short enough to be sent with a hello."""
+    pools = tuple(brief_pool(pool, cycles=cycles) for pool in profile.pools)
+    return msgspec.structs.replace(profile, pools=pools, source=Source(kind=profile.source.kind))
+
+
+def brief_pool(pool: Pool, *, cycles: int = 32) -> Pool:
+    """The same with its last ``cycles`` cycles only, and without quantiles where there are samples."""
 
     def short(part: Durations) -> Durations:
         if not part.samples:
             return part
-        return msgspec.structs.replace(part, samples=part.samples[-cycles:], quantiles=())
+        return msgspec.structs.replace(part, samples=part.samples[len(part.samples) - cycles :], quantiles=())
 
-    pools = tuple(_with_durations(pool, short) for pool in profile.pools)
-    return msgspec.structs.replace(profile, pools=pools, source=Source(kind=profile.source.kind))
+    return _with_durations(pool, short)
 
 
 def decode_profile(data: bytes, *, path: str | Path = "profile") -> Profile:
