@@ -88,7 +88,7 @@ soak: $(VENV)/.installed          ## a live cluster under random kills and stops
 storms: $(VENV)/.installed        ## restart with five waiters, a hung agent among 50 groups, 10,000 cancels
 	$(BIN)/python tools/storms.py --json build/storms.json
 
-mutants: $(VENV)/.installed       ## put ten classic defects back: chaos or exploration alone must find each
+mutants: $(VENV)/.installed       ## put classic defects back: chaos or exploration alone must find each
 	$(BIN)/python tools/mutants.py
 
 protos:                           ## regenerate src/coslice/wire/v1 with a pinned compiler

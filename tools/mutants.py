@@ -138,6 +138,13 @@ MUTANTS = (
         (("node_swap", "if c.job in op.freeze), None)", "if False), None)"),),
         world="{'whole': True, 'need': 30 << 20}",
     ),
+    Mutant(
+        "a drained node is granted all the same",
+        (
+            ("group_state", " and not held_up(group, w.job)\n    )", "\n    )"),
+            ("swap", "(drained := held_up(turn.group, swap.incoming))", "(drained := ())"),
+        ),
+    ),
 )
 
 

@@ -14,7 +14,7 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.events import ContextFact, ContextState, NodeFacts
 from coslice.core.group import Group, Held, Rejected, Swapping, new_group, next_deadline, step
-from coslice.core.group_state import GroupRules, context_of, open_asks, view_of
+from coslice.core.group_state import GroupRules, context_of, drain_of, open_asks, view_of
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, RequestId, SessionId, op_id
 from coslice.core.invariants import check_group_step
 from coslice.core.outcome import Step
@@ -85,6 +85,7 @@ def node_events(group: Group, at: float) -> Iterator[ev.GroupEvent]:
         return
     yield ev.NodeDetached(at=at, node=NODE)
     yield ev.NodesChanged(at=at, nodes=())
+    yield (ev.NodeUndrained(at=at, node=NODE) if drain_of(group, NODE) else ev.NodeDrained(at=at, node=NODE))
     swap = group.occupancy
     if isinstance(swap, Held) and context_of(view, swap.job) is None:
         yield ev.NodeReported(at=at, node=NODE, facts=facts(group, **{swap.job: ContextState.LIVE}))

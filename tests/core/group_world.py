@@ -24,7 +24,7 @@ from coslice.core.group import (
     resume,
     step,
 )
-from coslice.core.group_state import PARKED, frozen_lease, open_asks, share_of, view_of
+from coslice.core.group_state import PARKED, drain_of, frozen_lease, open_asks, share_of, view_of
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, OpId, RequestId, SessionId
 from coslice.core.invariants import check_group_step
 from coslice.core.outcome import Step
@@ -202,7 +202,7 @@ class World:
 
     def judge(self, grant: fx.Grant) -> None:
         assert grant.request not in self.gone, "5: granted after the caller left"
-        for name in self.group.nodes:
+        for name in self.serving():
             view = view_of(self.group, name)
             if view is not None and view.outstanding and grant.reason.code is ReasonCode.JOINED:
                 continue  # it came (back) to the group in the middle of this lease and is being made right
@@ -288,7 +288,7 @@ class World:
 
     def use_device(self, client: Client) -> None:
         """The holder's processes register and allocate, wherever the lock protects them."""
-        for name in self.group.nodes:
+        for name in self.serving():
             node = self.nodes[name]
             if node.contexts.get(client.job) in (None, LOST):
                 node.contexts[client.job] = LIVE
@@ -357,6 +357,15 @@ class World:
             node.up, node.mail = False, []
         for effect in resume(self.group):
             self.carry_out(effect)
+
+    def serving(self) -> list[NodeId]:
+        return [n for n in self.group.nodes if drain_of(self.group, n) is None]
+
+    def drain(self, name: str, *, reason: str = "") -> Step[Group, fx.GroupEffect]:
+        return self.apply(ev.NodeDrained(at=self.now, node=NodeId(name), reason=reason))
+
+    def undrain(self, name: str) -> Step[Group, fx.GroupEffect]:
+        return self.apply(ev.NodeUndrained(at=self.now, node=NodeId(name)))
 
     def open_requests(self) -> list[RequestId]:
         return [a.request for a in open_asks(self.group)]

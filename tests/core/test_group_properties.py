@@ -18,8 +18,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.group import Held, Rejected, next_deadline
+from coslice.core.group_state import drain_of
 from coslice.core.ids import Epoch, JobId
 from coslice.core.invariants import check_group
 from coslice.core.policy import policy_named
@@ -98,6 +100,7 @@ class GroupMachine(RuleBasedStateMachine):
             able += [partial(world.yield_, client)] if client.holding else []
             able += [partial(self.yield_again, client)] if client.last_yield else []
         for node in world.nodes.values():
+            able += [partial(self.maintain, node.name)]
             able += [partial(node.work, fault) for fault in ("incoming", "evictee", "stuck") if node.ops]
             able += [partial(world.detach, node.name)] if node.up else []
         return able
@@ -178,6 +181,16 @@ class GroupMachine(RuleBasedStateMachine):
         assert not (isinstance(held, Held) and held.job == job)
         assert all(w.job != job for w in self.world.group.waiters)
 
+    def maintain(self, name: str) -> None:
+        """A node is drained, or serves again. Nobody who waits loses the place over it."""
+        out = drain_of(self.world.group, name) is not None
+        before = self.world.open_requests()
+        taken = (self.world.undrain if out else self.world.drain)(name)
+        assert not any(isinstance(e, fx.Refuse | fx.LoseLease) for e in taken.effects)
+        held = self.world.group.occupancy
+        granted = {h.request for h in held.holders} if isinstance(held, Held) else set()
+        assert set(before) - granted == set(self.world.open_requests())
+
     def nodes_change(self) -> None:
         """The last node is taken out of the group; it may attach again."""
         nodes = self.world.group.nodes[:-1]
@@ -207,6 +220,8 @@ class GroupMachine(RuleBasedStateMachine):
             world.reconnect(client)
         for node in world.nodes.values():
             node.stuck = None
+            if drain_of(world.group, node.name) is not None:
+                world.undrain(node.name)
             if not node.up:
                 world.attach(node.name)
         for _ in range(200):

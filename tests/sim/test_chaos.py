@@ -41,6 +41,8 @@ def test_trouble_of_every_kind_strikes(outcomes: list) -> None:
         "message lost",
         "message overtaken",
         "newcomer",
+        "node drained",
+        "node serves again",
         "nodes changed",
         "orchestrator killed",
         "orchestrator stalled",

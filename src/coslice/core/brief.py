@@ -26,4 +26,5 @@ def brief(group: Group) -> dict[str, object]:
         "epoch": group.epoch,
         "waiting": [waiter.job for waiter in group.waiters],
         **({"frozen": [held.job for held in group.frozen]} if group.frozen else {}),
+        **({"drained": [drained.node for drained in group.drained]} if group.drained else {}),
     }

@@ -8,10 +8,19 @@ last moment) is heard first.
 
 from msgspec.structs import replace
 
-from coslice.core import effects as fx
-from coslice.core import lease, membership, sessions
+from coslice.core import draining, lease, membership, sessions
 from coslice.core.effects import ReasonCode
-from coslice.core.group_state import Group, Held, Swapping, active, has_live_ask, missing, overdue_at
+from coslice.core.group_state import (
+    Group,
+    Held,
+    Swapping,
+    active,
+    contended,
+    drain_of,
+    has_live_ask,
+    missing,
+    overdue_at,
+)
 from coslice.core.ids import SessionId
 from coslice.core.prose import names
 from coslice.core.turn import Turn
@@ -29,7 +38,8 @@ def next_deadline(group: Group) -> float | None:
     swapping = isinstance(held, Swapping)
     for view in group.views:
         if not view.attached:
-            due.append(view.detached_at + group.rules.node_loss)
+            if not draining.waited_out(group, view):
+                due.append(view.detached_at + group.rules.node_loss)
         elif swapping and (overdue := overdue_at(group, view)) is not None:
             due.append(overdue)
     if group.reserved is not None:
@@ -60,7 +70,10 @@ def passed(turn: Turn) -> None:
         turn.say(ReasonCode.SESSION_LOST, f"{away} did not come back after the restart: passed over for now")
     for view in turn.group.views:
         if not view.attached and view.detached_at + turn.group.rules.node_loss <= now:
-            membership.left(turn, view.node, f"its agent was away for {turn.group.rules.node_loss:g} s")
+            if drain_of(turn.group, view.node) is not None:
+                draining.set_aside(turn, view.node)
+            else:
+                membership.left(turn, view.node, f"its agent was away for {turn.group.rules.node_loss:g} s")
         elif (overdue := overdue_at(turn.group, view)) is not None and overdue <= now:
             membership.hung(turn, view)
     due = [s for s in turn.group.stuck if s.retry_at <= now]
@@ -96,6 +109,8 @@ def _overrun(turn: Turn) -> None:
     due = _overrun_at(turn.group, held) if isinstance(held, Held) else None
     if not isinstance(held, Held) or due is None or due > turn.at:
         return
+    if turn.group.drained and not contended(turn.group):
+        return  # frozen, it would compute on: nobody could take its place
     why = f"{held.job} held the lock for {rules.max_hold:g} s while others waited"
     turn.say(ReasonCode.OVERRAN, f"{why} ({rules.on_overrun})")
     if rules.on_overrun == "warn":
@@ -119,17 +134,7 @@ def _ask(turn: Turn) -> None:
         return
     waiting = [w for w in turn.group.waiters if has_live_ask(turn.group, w)]
     longest = turn.at - min(w.since for w in waiting)
-    turn.set(occupancy=replace(held, asked=True))
-    turn.say(
-        ReasonCode.ASKED_TO_YIELD,
-        f"{held.job} is asked to give way: {len(waiting)} wait, {longest:.1f} s at most",
-    )
-    for session, epoch in {h.session: h.epoch for h in active(held)}.items():
-        turn.emit(
-            fx.AskYield(
-                session=session, job=held.job, epoch=epoch, waiting=len(waiting), longest_wait=longest
-            )
-        )
+    lease.ask(turn, held, f"{len(waiting)} wait, {longest:.1f} s at most")
 
 
 def _overrun_at(group: Group, held: Held) -> float | None:

@@ -44,6 +44,8 @@ class ReasonCode(StrEnum):
     REFUSED = "refused"
     FORGOTTEN = "forgotten"
     EVICTED = "evicted"  # by an operator
+    DRAINED = "drained"  # a node, by an operator
+    UNDRAINED = "undrained"
     DELETED = "deleted"
     EVICT = "evict"
     RESTORE = "restore"

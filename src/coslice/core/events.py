@@ -194,6 +194,22 @@ class JobEvicted(_Event, frozen=True, kw_only=True):
     by: str = "an operator"
 
 
+class NodeDrained(_Event, frozen=True, kw_only=True):
+    """An operator takes a node out for maintenance: no lease begins there until ``NodeUndrained``. Kept over
+    restarts, of this process and of the agent; the node may as well not be attached."""
+
+    node: NodeId
+    reason: str = ""
+    by: str = "an operator"
+
+
+class NodeUndrained(_Event, frozen=True, kw_only=True):
+    """The node serves again."""
+
+    node: NodeId
+    by: str = "an operator"
+
+
 class GroupDeleted(_Event, frozen=True, kw_only=True):
     """An operator says that there shall be no such group any more."""
 
@@ -222,6 +238,8 @@ GroupEvent = (
     | PolicySet
     | JobForgotten
     | JobEvicted
+    | NodeDrained
+    | NodeUndrained
     | GroupDeleted
     | DeadlinePassed
 )

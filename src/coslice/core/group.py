@@ -20,7 +20,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from coslice.core import deadlines, lease, membership, memory, operator_verbs, sessions, swap
+from coslice.core import deadlines, draining, lease, membership, memory, operator_verbs, sessions, swap
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.deadlines import next_deadline
@@ -38,6 +38,7 @@ from coslice.core.group_state import (
     Resident,
     SessionProcess,
     Swapping,
+    contended,
     eligible,
     frozen_lease,
     lease_with,
@@ -127,6 +128,10 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
             operator_verbs.forget(turn, event.job)
         case ev.JobEvicted():
             operator_verbs.evict(turn, event.job, event.reason, event.by)
+        case ev.NodeDrained():
+            draining.drain(turn, event)
+        case ev.NodeUndrained():
+            draining.undrain(turn, event)
         case ev.GroupDeleted():
             operator_verbs.delete(turn, event.reason)
         case _:
@@ -140,6 +145,8 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
         memory.note_end(turn, group)
     swap.fault_lost(turn)
     _advance(turn, policy)
+    if turn.group.drained:
+        draining.ask(turn)
     _keep_books(turn, group)
     return turn.done()
 
@@ -359,10 +366,10 @@ def _keep_books(turn: Turn, before: Group) -> None:
         turn.set(since=turn.at)
         group = turn.group
     if isinstance(now, Held):
-        contended = bool(group.waiters)
-        if contended and now.contended_since is None:
+        waited_for = contended(group)
+        if waited_for and now.contended_since is None:
             turn.set(occupancy=replace(now, contended_since=turn.at))
-        elif not contended and now.contended_since is not None:
+        elif not waited_for and now.contended_since is not None:
             spent = now.contended_s + max(0.0, turn.at - now.contended_since)
             turn.set(occupancy=replace(now, contended_s=spent, contended_since=None))
     if group.jobs is not before.jobs:

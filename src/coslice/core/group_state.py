@@ -194,6 +194,16 @@ class Stuck(Struct, frozen=True, gc=False, kw_only=True):
     retry_at: float
 
 
+class Drained(Struct, frozen=True, gc=False, kw_only=True):
+    """A node that is out for maintenance."""
+
+    node: NodeId
+    by: str
+    reason: str = ""
+    epoch: Epoch = Epoch(0)
+    """Of the lease that was out then, and may use the node to its end; 0: none."""
+
+
 class Group(Struct, frozen=True, gc=False, kw_only=True):
     id: GroupId
     rules: GroupRules = GroupRules()
@@ -216,6 +226,8 @@ class Group(Struct, frozen=True, gc=False, kw_only=True):
     settle_by: float | None = None
     """Set by a restart while waiters are not back yet: until then each keeps its turn, not only its place."""
     stuck: tuple[Stuck, ...] = ()
+    drained: tuple[Drained, ...] = ()
+    """By node name; also nodes that are not of the group for now: they are drained when they come."""
     reserved: Reserve | None = None
     """The policy keeps the lock free for somebody although others wait."""
     policy: str = ""
@@ -242,6 +254,48 @@ def view_of(group: Group, node: NodeId) -> NodeView | None:
         if view.node == node:
             return view
     return None
+
+
+def drain_of(group: Group, node: NodeId) -> Drained | None:
+    for drained in group.drained:
+        if drained.node == node:
+            return drained
+    return None
+
+
+def uses(group: Group, view: NodeView, job: JobId) -> bool:
+    """Has the job anything on that node that a lease of it would need: state, or a process that asks?"""
+    context = context_of(view, job)
+    if context is not None and context.state is not ContextState.LOST:
+        return True
+    record = record_of(group, job)
+    processes = record.processes if record is not None else ()
+    return any(view.node in (p.node, p.node.partition(".")[0]) for p in processes)
+
+
+def held_up(group: Group, job: JobId) -> tuple[Drained, ...]:
+    """The drained nodes for whose sake ``job`` gets no lease: those that it uses, or all that there are."""
+    if not group.drained:
+        return ()
+    here = [(d, view) for d in group.drained if (view := view_of(group, d.node)) is not None]
+    if len(here) == len(group.views):
+        return tuple([d for d, _ in here])
+    return tuple([d for d, view in here if uses(group, view, job)])
+
+
+def held_by(group: Group, node: NodeId) -> JobId | None:
+    """Who holds a lease that may use the drained node, or has something there all the same."""
+    held, drained, view = group.occupancy, drain_of(group, node), view_of(group, node)
+    if not isinstance(held, Held) or drained is None or view is None:
+        return None
+    return held.job if held.epoch <= drained.epoch or uses(group, view, held.job) else None
+
+
+def contended(group: Group) -> bool:
+    """Does somebody wait who could have the lock, as far as drained nodes go?"""
+    if not group.drained:
+        return bool(group.waiters)
+    return any(not held_up(group, w.job) for w in group.waiters)
 
 
 def record_of(group: Group, job: JobId) -> JobRecord | None:
@@ -347,10 +401,19 @@ def active(held: Held) -> tuple[Holder, ...]:
 
 
 def blockers(group: Group, job: JobId) -> tuple[Stuck, ...]:
-    """What keeps ``job`` from being loaded: every stuck evictee on a node where it is not loaded itself."""
+    """What keeps ``job`` from being loaded: every stuck evictee on a node where it is not loaded itself.
+
+    On a drained node nobody is loaded; only one that would compute on beside ``job`` matters there.
+    """
     if not group.stuck:
         return ()
-    return tuple(s for s in group.stuck if s.job != job and not _is_live(group, s.node, job))
+    return tuple(
+        s
+        for s in group.stuck
+        if s.job != job
+        and not _is_live(group, s.node, job)
+        and (drain_of(group, s.node) is None or frozen_lease(group, s.job) is not None)
+    )
 
 
 def _is_live(group: Group, node: NodeId, job: JobId) -> bool:
@@ -377,9 +440,13 @@ def missing(group: Group) -> tuple[Waiter, ...]:
 def eligible(group: Group) -> tuple[Waiter, ...]:
     """The waiters that may be granted now, in the order of the queue."""
     queue = group.waiters
-    if not group.lost and not group.stuck:
+    if not group.lost and not group.stuck and not group.drained:
         return queue
     if group.settle_by is not None:
         ahead = next((i for i, w in enumerate(queue) if not has_live_ask(group, w)), len(queue))
         queue = queue[:ahead]
-    return tuple(w for w in queue if has_live_ask(group, w) and not blockers(group, w.job))
+    return tuple(
+        w
+        for w in queue
+        if has_live_ask(group, w) and not blockers(group, w.job) and not held_up(group, w.job)
+    )

@@ -7,6 +7,7 @@ step, not against the code that made them. Raises ``InvariantBroken``; of one no
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
+from coslice.core.events import ContextState
 from coslice.core.group_state import (
     ON_DEVICE,
     PARKED,
@@ -25,7 +26,7 @@ from coslice.core.group_state import (
     share_of,
     waiting,
 )
-from coslice.core.ids import op_id
+from coslice.core.ids import JobId, op_id
 from coslice.core.outcome import Step
 
 
@@ -68,6 +69,8 @@ def check_group(group: Group) -> None:
     _require(bool(group.views) or not group.waiters, "8: waiters in a group of no nodes")
     _require(not {h.node for h in group.hung} & set(group.nodes), "9: a hung node is waited for")
     _require(list(group.nodes) == sorted(set(group.nodes)), "nodes are not in their stated order")
+    drained = [d.node for d in group.drained]
+    _require(drained == sorted(set(drained)), "drained nodes are not in their stated order")
 
 
 def check_group_step(before: Group, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
@@ -89,8 +92,9 @@ def check_group_step(before: Group, event: ev.GroupEvent, step: Step[Group, fx.G
         _require(now.epoch > before.epoch, f"1: epoch {now.epoch} is not new")
     if after.settle_by is not None and isinstance(now, Held | Swapping) and now.epoch > before.epoch:
         mine = now.job if isinstance(now, Held) else now.incoming
-        place = next((i for i, w in enumerate(before.waiters) if w.job == mine), len(before.waiters))
-        passed = [w.job for w in before.waiters[:place] if any(v.job == w.job for v in missing(after))]
+        queue = waiting(before)
+        place = next((i for i, w in enumerate(queue) if w.job == mine), len(queue))
+        passed = [w.job for w in queue[:place] if any(v.job == w.job for v in missing(after))]
         _require(not passed, f"8: after a restart {mine} goes before {passed}, who may be about to return")
     if isinstance(was, Held) and isinstance(now, Held) and was.epoch == now.epoch:
         _require(was.job == now.job, "1: a lease changed its job")
@@ -157,17 +161,35 @@ def _check_grant(before: Group, after: Group, grant: fx.Grant) -> None:
     )
     if isinstance(was, Held) and was.epoch == held.epoch:
         return  # a repeat, or one who joins
+    _check_drained(before, after, grant.job)
     others = {f.job for f in after.frozen}
+    drained = {d.node for d in after.drained}
     for view in after.views:
+        if view.node in drained and not view.attached:
+            continue
         for other in view.facts.contexts:
             computes = other.job in others and other.state in ON_DEVICE
             _require(not computes, f"1: {other.job} is frozen, and on {view.node} beside {grant.job}")
         context = context_of(view, grant.job)
         parked = context is not None and context.state in PARKED
         _require(not parked, f"2: {grant.job} was granted while its state is parked on {view.node}")
+        if view.node in drained:
+            continue
         commanded = isinstance(was, Swapping) and was.epoch == held.epoch
         _require(commanded or view.attached, f"2: granted on the word of {view.node}, which is not connected")
         _require(view.outstanding != held.epoch, f"2: granted before {view.node} reported")
+
+
+def _check_drained(before: Group, after: Group, job: JobId) -> None:
+    """Of a lease that begins: some node serves it (though it may leave at once), and none has its state that
+    does not."""
+    drained = {d.node for d in after.drained}
+    nodes = {*before.nodes, *after.nodes}
+    _require(bool(nodes - drained), f"10: {job} is granted, and all nodes are drained")
+    for view in after.views:
+        context = context_of(view, job) if view.node in drained else None
+        there = context is not None and context.state is not ContextState.LOST
+        _require(not there, f"10: {job} is granted with its state on {view.node}, which is drained")
 
 
 def _check_frozen(group: Group) -> None:

@@ -20,6 +20,7 @@ from coslice.core.group_state import (
     active,
     context_of,
     frozen_lease,
+    has_live_ask,
     is_lost,
     lease_with,
     record_of,
@@ -177,6 +178,36 @@ def yield_(turn: Turn, event: ev.LeaseYielded) -> None:
         others = [y for y in record.yields if y.session != event.session]
         turn.put_record(replace(record, yields=(*others, LastYield(event.session, event.epoch))))
     settle(turn, held)
+
+
+def ask(turn: Turn, held: Held, why: str) -> None:
+    """Every process of the lease hears that it should give way. Once in a lease."""
+    waiting = [w for w in turn.group.waiters if has_live_ask(turn.group, w)]
+    longest = turn.at - min([w.since for w in waiting]) if waiting else 0.0
+    turn.set(occupancy=replace(held, asked=True))
+    turn.say(ReasonCode.ASKED_TO_YIELD, f"{held.job} is asked to give way: {why}")
+    for session, epoch in {h.session: h.epoch for h in active(held)}.items():
+        turn.emit(
+            fx.AskYield(
+                session=session, job=held.job, epoch=epoch, waiting=len(waiting), longest_wait=longest
+            )
+        )
+
+
+def ask_again(turn: Turn, session: SessionId) -> None:
+    """It may not have heard that it should give way."""
+    held = turn.group.occupancy
+    share = next((h for h in active(held) if h.session == session), None) if isinstance(held, Held) else None
+    if isinstance(held, Held) and share is not None and held.asked:
+        turn.emit(
+            fx.AskYield(
+                session=session,
+                job=held.job,
+                epoch=share.epoch,
+                waiting=len(turn.group.waiters),
+                longest_wait=turn.at - min([w.since for w in turn.group.waiters], default=turn.at),
+            )
+        )
 
 
 def settle(turn: Turn, held: Held) -> None:

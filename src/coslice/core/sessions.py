@@ -45,6 +45,7 @@ def resumed(turn: Turn, session: SessionId) -> None:
     if record is not None and is_lost(turn.group, session):
         heard_from(turn, session)
         turn.say(ReasonCode.SESSION_RESUMED, f"{record.job} (session {session}) is back")
+        lease.ask_again(turn, session)
 
 
 def heard_from(turn: Turn, session: SessionId) -> None:

@@ -6,6 +6,7 @@ adds is the answer to "why does this job wait *now*, and until when?".
 
 from typing import assert_never
 
+from coslice.core.draining import said
 from coslice.core.events import ContextState
 from coslice.core.group_state import (
     ON_DEVICE,
@@ -17,8 +18,11 @@ from coslice.core.group_state import (
     active,
     blockers,
     context_of,
+    drain_of,
     frozen_lease,
     given_up_at,
+    held_by,
+    held_up,
     missing,
     record_of,
     view_of,
@@ -69,6 +73,12 @@ def why_waiting(group: Group, job: JobId, now: float) -> list[str]:
             f"BLOCKED_BY({who}, pid {stuck.pid}) on {stuck.node}: {stuck.reason}. "
             f"Tried again in {_left(stuck.retry_at, now)}."
         )
+    if drained := held_up(group, job):
+        lines.append(
+            f"It waits for {names(d.node for d in drained)}, out for maintenance: it keeps its place until "
+            + " and ".join(f"`coslice drain {d.node} --undo`" for d in drained)
+            + "."
+        )
     return [*lines, *describe(group, now)]
 
 
@@ -90,7 +100,7 @@ def describe(group: Group, now: float) -> list[str]:
     if group.reserved is not None:
         kept = group.reserved
         lines.append(f"It is kept for {kept.job} for {_left(kept.until, now)} at most: {kept.reason}.")
-    return [*lines, *_missing_nodes(group, now)]
+    return [*lines, *_drained_nodes(group), *_missing_nodes(group, now)]
 
 
 def where(group: Group, job: JobId) -> list[str]:
@@ -148,8 +158,20 @@ def _missing_nodes(group: Group, now: float) -> list[str]:
     return [
         f"The agent of {v.node} is not connected; it leaves the group in {_left(v.detached_at + loss, now)}."
         for v in group.views
-        if not v.attached
+        if not v.attached and drain_of(group, v.node) is None
     ]
+
+
+def _drained_nodes(group: Group) -> list[str]:
+    lines = []
+    for drained in group.drained:
+        if (view := view_of(group, drained.node)) is not None:
+            holder = held_by(group, drained.node)
+            what = f"{holder} finishes its turn there" if holder is not None else "no lease begins there"
+            away = "" if view.attached else "; its agent is not connected"
+            text = said(drained)
+            lines.append(f"{text[0].upper()}{text[1:]}: {what}{away}.")
+    return lines
 
 
 def _place(group: Group, waiter: Waiter, place: int, now: float) -> str:

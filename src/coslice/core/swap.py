@@ -25,7 +25,10 @@ from coslice.core.group_state import (
     Stuck,
     Swapping,
     context_of,
+    drain_of,
     has_live_ask,
+    held_by,
+    held_up,
     is_on_device,
     occupant,
     on_device,
@@ -46,12 +49,15 @@ def needs_command(group: Group, view: NodeView, job: JobId, *, last: JobId | Non
     job is loaded or that the device is empty. (The word of an agent may be older than what the last holder
     did to the device: it may have grown so that the two fit no more. And older than what a command under way
     is doing to it.)
+
+    A drained node is not asked, unless ``job`` holds it already: no other uses anything there. But who is
+    frozen must not compute on there.
     """
+    if group.drained and drain_of(group, view.node) is not None and held_by(group, view.node) != job:
+        return view.attached and freezes(group, view, job)
     if not view.attached or view.outstanding or (last is not None and last != job):
         return True
-    if group.frozen and any(
-        c.job in _to_freeze(group, job) and c.state in ON_DEVICE for c in view.facts.contexts
-    ):
+    if group.frozen and freezes(group, view, job):
         return True
     context = context_of(view, job)
     if context is not None and context.state is not ContextState.LOST:
@@ -62,6 +68,12 @@ def needs_command(group: Group, view: NodeView, job: JobId, *, last: JobId | Non
 def _to_freeze(group: Group, job: JobId) -> tuple[JobId, ...]:
     """Whoever is in the middle of a phase, and would go on computing beside ``job``."""
     return tuple([held.job for held in group.frozen if held.job != job])
+
+
+def freezes(group: Group, view: NodeView, job: JobId) -> bool:
+    """Is somebody on the device there who must stand still before ``job`` runs?"""
+    others = _to_freeze(group, job)
+    return any(c.job in others and c.state in ON_DEVICE for c in view.facts.contexts)
 
 
 def begin(turn: Turn, choice: Choice) -> None:
@@ -171,6 +183,11 @@ def finish_if_done(turn: Turn) -> None:
     if swap.waiter is not None and not turn.group.views:
         requeue(turn, swap.waiter)  # to be refused: the last node is gone
         return
+    if swap.waiter is not None and (drained := held_up(turn.group, swap.incoming)):
+        requeue(turn, swap.waiter)
+        nodes = names(d.node for d in drained)
+        turn.say(ReasonCode.DRAINED, f"{swap.incoming} keeps its place at the head: {nodes} is drained")
+        return
     if swap.waiter is None:
         turn.say(
             ReasonCode.ABANDONED, f"{swap.incoming} is resident, but its callers left: the lock stays free"
@@ -274,7 +291,7 @@ def follow(turn: Turn, view: NodeView, *, attached: bool) -> None:
             _command(turn, swap, (node,))
         return
     context = context_of(view, swap.incoming)
-    parked = context is not None and context.state in PARKED
+    parked = context is not None and context.state in PARKED and drain_of(turn.group, node) is None
     asked = node not in swap.done and needs_command(turn.group, view, swap.incoming, last=swap.outgoing)
     if parked or asked:
         nodes = tuple(n for n in turn.group.nodes if n in swap.pending or n == node)
@@ -441,6 +458,8 @@ def _beside(group: Group, job: JobId) -> str:
     texts = []
     for view in group.views:
         there = [c for c in view.facts.contexts if c.state in ON_DEVICE]
+        if group.drained and drain_of(group, view.node) is not None:
+            continue
         if there and any(c.job != job for c in there):
             parts = " + ".join(f"{c.job} {size(c.bytes)}" for c in there)
             texts.append(f"{parts} fit in {size(view.facts.device_budget)} on {view.node}")

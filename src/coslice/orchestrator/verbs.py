@@ -184,7 +184,10 @@ class Verbs:
     # ── confirm, abandon ───────────────────────────────────────────────────
 
     def _confirm(self, session: Session, request: RequestId) -> None:
-        asked = session.asked.pop(request, None)
+        asked = session.asked.get(request)
+        if asked is not None and asked.task is not None and asked.answer is None:
+            return  # asked again since that grant was lost: this one is not answered yet
+        session.asked.pop(request, None)
         for lock in asked.locks if asked is not None else tuple(session.locks.values()):
             lock.tell(ev.GrantConfirmed(at=self._clock.now(), request=request))
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
+from coslice.core import events as ev
 from coslice.core.context import NodeRules
 from coslice.core.effects import RunRestore, RunSnapshot
 from coslice.core.group import GroupRules, Held
-from coslice.core.group_state import active, frozen_lease
+from coslice.core.group_state import active, drain_of, frozen_lease
 from coslice.core.holdings import Effort, Leaving, in_transit
 from coslice.core.ids import GroupId, JobId, NodeId
 from coslice.sim import wire
@@ -32,7 +33,7 @@ _IN = ("fails", "half", "lost", "silent")
 TRIVIAL = (wire.Welcome, wire.Yielded, wire.ShouldYield, wire.Refused, wire.Rejected)
 
 
-KINDS = ("crashes", "failures", "losses", "doubles", "cancels", "deaths", "delays", "overruns")
+KINDS = ("crashes", "failures", "losses", "doubles", "cancels", "deaths", "delays", "overruns", "drains")
 
 
 class Budget(Struct, frozen=True):
@@ -51,6 +52,7 @@ class Budget(Struct, frozen=True):
     deaths: int = 1
     delays: int = 1
     overruns: int = 1
+    drains: int = 1
 
     def spend(self, kind: str) -> "Budget":
         rest = self.together - 1 if kind in self.pairs else 0
@@ -289,6 +291,10 @@ def _of_node(state: Explored, node: Node) -> Iterator[Move]:
         yield Move("agent missed", node.name)
     if state.echo == node.name:
         yield Move("doubled word heard", node.name)
+    if drain_of(state.world.shell.locks[GROUP], node.name) is not None:
+        yield Move("node serves again", node.name)
+    elif budget.has("drains"):
+        yield Move("node drained", node.name, trouble="drains")
     yield from _own(state, node, served)
     if stream.live and budget.has("losses") and (stream.down or served.holdings.running):
         yield Move("agent stream breaks", node.name, trouble="losses")
@@ -532,6 +538,19 @@ def _orchestrator_killed(state: Explored, move: Move) -> None:
     state.world.crash_orchestrator()
 
 
+def _node_drained(state: Explored, move: Move) -> None:
+    _operator(state, ev.NodeDrained(at=state.world.shell.at, node=NodeId(move.who)))
+
+
+def _node_undrained(state: Explored, move: Move) -> None:
+    _operator(state, ev.NodeUndrained(at=state.world.shell.at, node=NodeId(move.who)))
+
+
+def _operator(state: Explored, event: ev.GroupEvent) -> None:
+    state.world.shell.operator_says(GROUP, event)
+    state.world.flush()
+
+
 def _grace_ends(state: Explored, move: Move) -> None:
     state.expire(move.who)
 
@@ -573,6 +592,8 @@ _DO: dict[str, Callable[[Explored, Move], None]] = {
     "process returns": _process_returns,
     "agent killed": _agent_killed,
     "orchestrator killed": _orchestrator_killed,
+    "node drained": _node_drained,
+    "node serves again": _node_undrained,
     "grace ends": _grace_ends,
     "not confirmed": _not_confirmed,
     "holder overruns": _overruns,

@@ -4,6 +4,7 @@ Also what "served" means: granted, or told why not and then, started afresh, gra
 and nothing may be left of them: no waiter, no lease, no operation.
 """
 
+from coslice.core import events as ev
 from coslice.core.effects import RefuseCode
 from coslice.core.group import Group, Held, Swapping
 from coslice.core.ids import JobId, SessionId
@@ -61,6 +62,10 @@ class Calm:
     def _mend(self) -> None:
         world = self.world
         world.fuse = -1
+        for group in world.setup.groups:
+            for drained in world.shell.locks[group].drained:
+                world.shell.operator_says(group, ev.NodeUndrained(at=world.shell.at, node=drained.node))
+        world.flush()
         for group in world.setup.groups:
             for name in world.setup.nodes:
                 if name not in world.shell.locks[group].nodes:

@@ -15,7 +15,7 @@ import msgspec
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.group import Held, Resident, Swapping
-from coslice.core.group_state import active, occupant, open_asks
+from coslice.core.group_state import active, drain_of, occupant, open_asks
 from coslice.core.holdings import Context, Leaving, Live, Lost, Operation, Partly, Returning, Saved
 from coslice.core.ids import Epoch, JobId, NodeId
 from coslice.core.policy import Waiter
@@ -266,6 +266,8 @@ class _Naming:
             seen = (view.attached, self._epoch(view.outstanding), facts)
         pending = isinstance(now, Swapping) and node.name in now.pending
         stuck = tuple(self.job[s.job] for s in self.group.stuck if s.node == node.name)
+        drained = drain_of(self.group, node.name)
+        out: Part = () if drained is None else (self._epoch(drained.epoch), self._at_home(node))
         stream = node.stream
         down = tuple(
             (self.job[m.command.job], self._epoch(m.command.epoch), self._jobs(m.command.freeze))
@@ -277,7 +279,7 @@ class _Naming:
         stays = tuple(sorted(self.job[job] for name, job in self.known.stubborn if name == node.name))
         mine = (self._holdings(served, down), self._truth(served), self._dead(served.holdings.ended))
         homes = () if self.look.calm else self._homes(node)
-        return seen, pending, stuck, talk, mine, stays, self.known.echo == node.name, homes
+        return seen, pending, stuck, out, talk, mine, stays, self.known.echo == node.name, homes
 
     def _dead(self, ended: tuple[ev.EndedProcess, ...]) -> Part:
         """Of the processes that were seen to end only those matter whose sessions are still known."""
@@ -300,6 +302,12 @@ class _Naming:
             if isinstance(e, ev.MemberGone) and int(e.member.rpartition("/")[2]) > CLIENTS
         ]
         return tuple(sorted(mine)), tuple(sorted(news))
+
+    def _at_home(self, node: Node) -> Part:
+        """Who has a process there that asks, or will: on a drained node that alone keeps it waiting."""
+        known = {r.job for r in self.group.jobs for p in r.processes if p.node == node.name}
+        asks = {c.job for c in self.look.clients.values() if c.home == node.name}
+        return self._jobs(tuple(known | asks))
 
     def _versions(self, node: Node, served: Served) -> set[int]:
         found = {0, served.holdings.version}

@@ -12,6 +12,7 @@ from msgspec import Struct
 from coslice.core import effects as fx
 from coslice.core.context import NodeRules
 from coslice.core.group import GroupRules, Held, new_group
+from coslice.core.group_state import drain_of
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
 from coslice.core.policy import policy_named
 from coslice.sim import wire
@@ -393,6 +394,8 @@ class World:
         held, names = state.occupancy, state.nodes
         if isinstance(held, Held):
             epoch, before = self.leased.get(group, (0, ()))
+            if epoch != held.epoch and state.drained:
+                names = tuple(n for n in names if drain_of(state, n) is None)
             names = tuple(n for n in before if n in names) if epoch == held.epoch else names
             self.leased[group] = (held.epoch, names)
         for name in names:

@@ -228,7 +228,10 @@ class Shell:
             case wire.Acquire():
                 self._acquire(session, person, message)
             case wire.Confirm(request=request):
-                asked = person.asked.pop(request, None)
+                asked = person.asked.get(request)
+                if asked is not None and len(asked.groups) > 1 and not asked.answered:
+                    return  # asked again since that grant was lost: this one is not answered yet
+                person.asked.pop(request, None)
                 for group in asked.groups if asked is not None else person.groups:
                     self.post(group, ev.GrantConfirmed(at=self.at, request=request))
             case wire.Abandon(request=request):
@@ -289,7 +292,7 @@ class Shell:
         self.run()
         return self.rejected
 
-    def operator_says(self, group: GroupId, event: ev.JobForgotten | ev.JobEvicted) -> bool:
+    def operator_says(self, group: GroupId, event: ev.GroupEvent) -> bool:
         """False: the machine refused."""
         return self._try(group, event) is None
 
@@ -400,3 +403,5 @@ def _check_kept(group: GroupId, before: Group, after: Group) -> None:
             raise Violation(f"6: {group} lost lease {held.epoch} of {held.job} in a restart")
     if [(f.job, f.epoch) for f in before.frozen] != [(f.job, f.epoch) for f in after.frozen]:
         raise Violation(f"6: {group} lost a frozen lease in a restart")
+    if before.drained != after.drained:
+        raise Violation(f"6: {group} lost a drained node in a restart")

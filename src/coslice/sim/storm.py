@@ -12,7 +12,7 @@ from coslice.core import events as ev
 from coslice.core.context import NodeRules, find
 from coslice.core.effects import RefuseCode, RunSnapshot
 from coslice.core.group import GroupRules, Held
-from coslice.core.group_state import frozen_lease, occupant, view_of
+from coslice.core.group_state import drain_of, frozen_lease, occupant, view_of
 from coslice.core.ids import Epoch, GroupId, JobId, NodeId, SessionId
 from coslice.core.policy import NAMES
 from coslice.sim import wire
@@ -104,6 +104,7 @@ class Storm:
             (1, self.client_stops),
             (1, self.loop_stalls),
             (1, self.nodes_change),
+            (3, self.node_drained),
             (1, self.job_forgotten),
             (1, self.job_evicted),
             (2, self.stranger_yields),
@@ -599,6 +600,17 @@ class Storm:
         if name in rest:
             world.nodes[name].stream.cut()  # its agent dials again to join
         return True
+
+    def node_drained(self) -> bool:
+        """An operator takes a node out for maintenance, or lets it serve again."""
+        world, group = self.world, self.rng.choice(self.world.setup.groups)
+        node, at = self.rng.choice(world.setup.nodes), world.shell.at
+        out = drain_of(world.shell.locks[group], node) is not None
+        world.shell.operator_says(
+            group, ev.NodeUndrained(at=at, node=node) if out else ev.NodeDrained(at=at, node=node)
+        )
+        world.flush()
+        return self._fault("node serves again" if out else "node drained", f"{node} of {group}")
 
     def job_forgotten(self) -> bool:
         """An operator clears what is left of a job. One that runs is refused."""
