@@ -6,6 +6,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,6 +27,17 @@ settings.register_profile(
 )
 settings.register_profile("search", deadline=None, max_examples=2_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+SEVERAL_PROCESSES = ("demo", "faults", "cli", "agent", "workload", "client", "security")
+"""Folders of tests that take seconds, the longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: at the end no worker is alone with one."""
+    here = Path(__file__).parent
+    order = {name: number for number, name in enumerate(SEVERAL_PROCESSES)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(here).parts[0], len(order)))
 
 
 @pytest.fixture(autouse=True)

@@ -110,7 +110,8 @@ async def test_an_address_that_the_agent_may_not_call_is_refused_when_it_registe
 
 
 async def test_the_engine_ends_with_a_job_that_is_killed(node: Node) -> None:
-    await node.start(budget=160 * MIB, on_stuck="kill", stuck_grace=0.0)
+    settings = {"app_endpoint": {"settle": "0.5"}}
+    await node.start(budget=160 * MIB, on_stuck="kill", stuck_grace=0.0, backends=settings)
     job = await server(node, "sampler", "--fault", "frees-nothing")
     url = (await job.until("registered"))["url"]
     await node.orchestrator.make_resident(GROUP, "sampler", 1)

@@ -247,7 +247,7 @@ TestGroup.settings = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestGroup.pytestmark = [pytest.mark.timeout(600)]  # shrinking a failure takes its time
+TestGroup.pytestmark = [pytest.mark.timeout(240)]  # shrinking a failure takes its time
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(240),
     # One at a time: two of them would take each other's accelerator core.
     pytest.mark.xdist_group("demo"),
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the demo needs two cores"),
@@ -58,7 +58,7 @@ def folder() -> Iterator[Path]:
 
 def test_two_jobs_share_a_memory_that_holds_one_and_no_bit_changes(folder: Path) -> None:
     process = _demo(folder)
-    output, _ = process.communicate(timeout=360)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     figures = json.loads((folder / "figures.json").read_text())
     assert figures["state_identical"] is True
@@ -76,7 +76,7 @@ def test_two_jobs_share_a_memory_that_holds_one_and_no_bit_changes(folder: Path)
 @pytest.mark.demo
 def test_a_memory_that_holds_both_moves_nothing_and_says_why(folder: Path) -> None:
     process = _demo(folder, "--memory", "256MiB")
-    output, _ = process.communicate(timeout=360)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     figures = json.loads((folder / "figures.json").read_text())
     assert figures["swaps"] == 0
@@ -87,18 +87,21 @@ def test_a_memory_that_holds_both_moves_nothing_and_says_why(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "signum",
+    ("signum", "stage"),
     [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.demo),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.demo),
+        (signal.SIGINT, "calibrating"),
+        pytest.param(signal.SIGINT, "job-a alone", marks=pytest.mark.demo),
+        pytest.param(signal.SIGTERM, "together", marks=pytest.mark.demo),
+        pytest.param(signal.SIGHUP, "calibrating", marks=pytest.mark.demo),
     ],
 )
-def test_interrupted_in_the_middle_it_leaves_nothing(folder: Path, signum: signal.Signals) -> None:
+def test_interrupted_in_the_middle_it_leaves_nothing(
+    folder: Path, signum: signal.Signals, stage: str
+) -> None:
     process = _demo(folder)
     assert process.stdout is not None
     for line in process.stdout:
-        if "job-a alone" in line:
+        if stage in line:
             break
     process.send_signal(signum)
     output, _ = process.communicate(timeout=60)

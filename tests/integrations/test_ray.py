@@ -16,7 +16,7 @@ import coslice
 from coslice.integrations.ray import carry, get, runtime_env
 from coslice.testing.recording import RecordingOrchestrator
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 ray = pytest.importorskip("ray", reason="needs ray: make test-ray")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_two_jobs.py"
@@ -79,7 +79,7 @@ def test_tasks_and_actors_plain_threaded_and_async_hold_their_group(
     refs = [task.options(runtime_env=train).remote(), plain.train.remote()]
     refs += [threaded.train.remote() for _ in range(4)]
     refs += [concurrent.generate.remote() for _ in range(4)]
-    assert set(ray.get(refs, timeout=300)) == {"job-recorded"}
+    assert set(ray.get(refs, timeout=200)) == {"job-recorded"}
     asked = {(said.phase, said.groups) for said in recording.trace if said.kind == "acquire"}
     assert asked == {("evaluate", ("train",)), ("train", ("train",)), ("generate", ("sample",))}
     assert recording.problems() == []
@@ -184,10 +184,10 @@ def test_an_actor_that_is_started_anew_is_a_new_member_of_the_same_job(
 
     env = {"COSLICE_ORCHESTRATOR": up["orchestrator"], "COSLICE_AGENT": up["agent"]}
     actor = Actor.options(runtime_env=runtime_env("restarted", "train", env=env)).remote()
-    before = ray.get(actor.train.remote(False), timeout=300)
+    before = ray.get(actor.train.remote(False), timeout=200)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(actor.train.options(max_task_retries=0).remote(True), timeout=300)
-    after = ray.get(actor.train.remote(False), timeout=300)
+        ray.get(actor.train.options(max_task_retries=0).remote(True), timeout=200)
+    after = ray.get(actor.train.remote(False), timeout=200)
     assert after[0] != before[0]
     assert after[1] > before[1]
 
@@ -200,7 +200,7 @@ def test_two_jobs_of_trainers_and_samplers_finish_unattended(up: dict[str, Any],
          "--train-cpus", str(up["cores"][0]), "--sample-cpus", str(up["cores"][1]),
          "--journal", up["journal"]],
         env=PLAIN | {"COSLICE_ORCHESTRATOR": up["orchestrator"], "COSLICE_AGENT": up["agent"]},
-        capture_output=True, text=True, timeout=800, check=False,
+        capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])["shared"]

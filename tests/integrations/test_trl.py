@@ -14,7 +14,7 @@ import pytest
 
 from coslice.testing.recording import RecordingOrchestrator
 
-pytestmark = [pytest.mark.trl, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.trl, pytest.mark.timeout(300)]
 pytest.importorskip("trl", reason="needs trl: make test-trl")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_grpo.py"
@@ -28,7 +28,7 @@ def command(seed: int) -> list[str]:
 
 
 def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    said, complained = process.communicate(timeout=500)
+    said, complained = process.communicate(timeout=120)
     assert process.returncode == 0, complained[-3000:]
     return dict(json.loads(said.splitlines()[-1]))
 
