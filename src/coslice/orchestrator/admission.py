@@ -69,6 +69,9 @@ class Admissions:
         self._said: list[tuple[GroupLock, Decision]] | None = None
         """Of a verdict that is not saved yet."""
         self._wake = asyncio.Event()
+        self.idle = asyncio.Event()
+        """Set while nothing is to be judged, of what was heard so far."""
+        self.idle.set()
         self._unheard: list[tuple[GroupLock, ev.GroupEvent, Step[Group, fx.GroupEffect]]] = []
 
     def warden(self, lock: GroupLock) -> Warden:
@@ -185,6 +188,8 @@ class Admissions:
                     await self._obey(lock, functools.partial(warden.passed, now))
             for lock in [lock for lock in self._unsaved if self._store.due(lock.id) <= now]:
                 await self._save(lock)
+            if not self._due:
+                self.idle.set()
 
     async def _sleep(self) -> None:
         times = [warden.deadline for warden in self._wardens.values() if warden.deadline is not None]
@@ -287,6 +292,7 @@ class Admissions:
         warden = self.warden(lock)
         if warden.has_question or warden.deadline is not None:
             self._due[lock] = None
+            self.idle.clear()
             self._wake.set()
         if warden.books.unsaved and lock not in self._unsaved:
             self._unsaved[lock] = None
