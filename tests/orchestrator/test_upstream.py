@@ -9,7 +9,9 @@ import grpc.aio
 import pytest
 from orchestrator.world import World
 
+from coslice.store.memory import MemoryStore
 from coslice.testing.fake_agent import failing
+from coslice.testing.stores import disk_full
 from coslice.wire.upstream import timeslice_orchestrator_pb2 as up
 from coslice.wire.upstream.timeslice_orchestrator_pb2_grpc import TimeSliceOrchestratorServiceStub
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -133,6 +135,18 @@ async def test_a_grant_waits_for_no_confirmation(world: World, callers: list[Cal
     assert (await up_.status()).group.locking_job == "job-a"
     await up_.give("job-a")
     await up_.acquire("job-b")
+
+
+async def test_a_store_that_fails_ends_the_call_and_grants_nothing(
+    world: World, callers: list[Caller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up_, _ = await started(world, callers)
+
+    async def fail(self: MemoryStore, key: str, value: bytes, *, expect: int) -> int:
+        raise disk_full()
+
+    monkeypatch.setattr(MemoryStore, "save", fail)
+    assert await code_of(up_.acquire("job-a")) is grpc.StatusCode.INTERNAL
 
 
 async def test_ids_that_are_empty_or_unknown(world: World, callers: list[Caller]) -> None:

@@ -139,6 +139,31 @@ async def test_saved_first_then_acted_then_answered() -> None:
 
 
 @virtual
+async def test_whoever_waits_for_an_effect_goes_before_the_journal() -> None:
+    heard = asyncio.get_running_loop().create_future()
+    rig = Rig(perform=lambda effect: heard.set_result(None), record=lambda *_: rig.log.append("recorded"))
+
+    async def wait() -> None:
+        await heard
+        rig.log.append("heard")
+
+    waiting = asyncio.create_task(wait())
+    rig.start()
+    await rig.driver.post(Add(5))
+    assert rig.log == ["saving", "saved", "heard", "recorded", ("changed", 5)]
+    await waiting
+    await rig.stop()
+
+
+@virtual
+async def test_what_was_performed_is_recorded_although_the_driver_is_cancelled_right_then() -> None:
+    rig = Rig(perform=lambda effect: rig.task and rig.task.cancel()).start()
+    await rig.driver.post(Add(5))
+    assert len(rig.records) == 1
+    await rig.stop()
+
+
+@virtual
 async def test_what_is_told_again_anyway_is_saved_with_the_next_turn_that_acts() -> None:
     rig = Rig(told_again=lambda event: isinstance(event, Hear)).start()
     await rig.driver.post(Hear(1))

@@ -10,10 +10,11 @@ A call that is cancelled or times out takes its place in the queue, or its grant
 """
 
 import asyncio
+import functools
 import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -25,6 +26,7 @@ from coslice.core.events import ContextState
 from coslice.core.group_state import Empty, Group, Held, Resident, Swapping, open_asks
 from coslice.core.ids import GroupId, Incarnation, JobId, RequestId, SessionId, check_name
 from coslice.core.outcome import Rejected
+from coslice.errors import CosliceError
 from coslice.orchestrator import convert, views
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.outbox import End, Outbox
@@ -171,11 +173,15 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
         request = next(self._requests)
         answer = caller.answers.expect(request)
         parent = str(dict(context.invocation_metadata() or ()).get("traceparent", ""))
-        acquire = pb.Acquire(request=request, groups=[lock.id], traceparent=parent)
-        message = pb.ClientMessage(acquire=acquire)
+        older = _older(caller.session, lock)
         try:
-            await self._verbs.handle(caller.session, message)
-            await self._forget_older(caller, lock)
+            posted = self._verbs.acquire(
+                caller.session, pb.Acquire(request=request, groups=[lock.id], traceparent=parent)
+            )
+            if posted is not None:
+                posted.add_done_callback(functools.partial(_broken, answer))
+            if older:
+                await self._forget(caller.session, older, posted)
             said = await answer
         except asyncio.CancelledError:
             # The call is gone, wherever it stood: in the queue, in a swap, or granted a moment ago.
@@ -184,19 +190,24 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
             raise
         except Ended as stopping:
             await context.abort(stopping.end.status, stopping.end.message)
+        except CosliceError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
         if said.HasField("refused"):
             await self._abort(context, said.refused)
         caller.session.asked.pop(convert.scoped(caller.session.who.session, request), None)
         self._holders[GroupId(lock.id)] = caller
         return said.granted.leases[0]
 
-    async def _forget_older(self, caller: _Caller, lock: GroupLock) -> None:
-        """Calls that died with the last orchestrator kept the job's place, which the new call has by now."""
-        name = caller.session.who.session
-        for ask in tuple(open_asks(lock.state)):
-            if ask.session == name and RequestId(ask.request) not in caller.session.asked:
-                gone = pb.Abandon(request=convert.unscoped(ask.request), reason="its caller called again")
-                await self._verbs.handle(caller.session, pb.ClientMessage(abandon=gone))
+    async def _forget(
+        self, session: Session, older: Iterable[RequestId], posted: "asyncio.Future[None] | None"
+    ) -> None:
+        """Once the new request has the place that they kept."""
+        if posted is not None:
+            with suppress(Rejected):
+                await posted
+        for request in older:
+            gone = pb.Abandon(request=convert.unscoped(request), reason="its caller called again")
+            await self._verbs.handle(session, pb.ClientMessage(abandon=gone))
 
     async def _yield(self, caller: _Caller, lock: GroupLock, held: Held, context: Context) -> None:
         who = caller.session.who
@@ -288,6 +299,19 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
         status = _STATUS.get(refused.code) or grpc_status(refused.code)
         await context.abort(status, refused.message)
         raise AssertionError("abort raises")
+
+
+def _older(session: Session, lock: GroupLock) -> list[RequestId]:
+    """Requests whose calls died with the last orchestrator."""
+    mine = (RequestId(ask.request) for ask in open_asks(lock.state) if ask.session == session.who.session)
+    return [request for request in mine if request not in session.asked]
+
+
+def _broken(answer: "asyncio.Future[pb.ServerMessage]", posted: "asyncio.Future[None]") -> None:
+    """A driver that stopped answers nobody else; a refusal the session was told."""
+    error = None if posted.cancelled() else posted.exception()
+    if error is not None and not isinstance(error, Rejected) and not answer.done():
+        answer.set_exception(error)
 
 
 def _name(job: JobId, group: str) -> SessionId:

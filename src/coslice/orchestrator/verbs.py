@@ -7,6 +7,7 @@ its own.
 """
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
@@ -49,7 +50,9 @@ class Verbs:
         try:
             if kind == "acquire":
                 request = message.acquire.request
-                await self._acquire(session, message.acquire)
+                if (posted := self.acquire(session, message.acquire)) is not None:
+                    with contextlib.suppress(Rejected):  # the session was told
+                        await posted
             elif kind == "confirm":
                 self._confirm(session, convert.scoped(session.who.session, message.confirm.request))
             elif kind == "yield":
@@ -68,36 +71,42 @@ class Verbs:
 
     # ── acquire ────────────────────────────────────────────────────────────
 
-    async def _acquire(self, session: Session, message: pb.Acquire) -> None:
+    def acquire(self, session: Session, message: pb.Acquire) -> "asyncio.Future[None] | None":
+        """Ask for it; grant and refusal go to the session. Returns what the group's driver answers when it
+        has taken the request; None if it was not asked. Raises ``ValueError`` for what is malformed."""
         request = convert.scoped(session.who.session, message.request)
         locks = self._known(session, message.request, message.groups)
         if not locks or self._out_of_order(session, request, locks):
-            return
+            return None
         if request not in session.asked and len(session.asked) >= self._max_requests:
             text = (
                 f"this session has {self._max_requests} requests under way, the limit (max_requests): "
                 "confirm or abandon some first"
             )
             session.send(convert.refused(message.request, pb.LIMIT, text, limit=str(self._max_requests)))
-            return
+            return None
         asked = session.asked.setdefault(request, Asked(request, locks))
         if asked.locks != locks:
             raise ValueError(f"request {message.request} was made for other groups: use a fresh request id")
         session.locks.update((lock.id, lock) for lock in locks)
         if len(locks) > 1:
             self._acquire_several(session, asked, message)
-            return
+            return None
         now, final = self._clock.now(), not session.confirms
         event = convert.acquire_event(session.who, message, at=now, more=False, final=final)
         traced = functools.partial(self._traced, locks[0], event, message.traceparent)
         if not self._admission.passes(session, locks[0], event, entering=traced):
-            return
-        try:
-            traced()
-            await locks[0].post(event)
-        except Rejected as error:
+            return None
+        traced()
+        posted = locks[0].put(event)
+        posted.add_done_callback(functools.partial(self._rejected, session, request))
+        return posted
+
+    def _rejected(self, session: Session, request: RequestId, posted: "asyncio.Future[None]") -> None:
+        error = None if posted.cancelled() else posted.exception()
+        if isinstance(error, Rejected):
             session.asked.pop(request, None)
-            session.send(convert.rejection(message.request, error))
+            session.send(convert.rejection(convert.unscoped(request), error))
 
     def _traced(self, lock: GroupLock, event: ev.AcquireRequested, parent: str) -> str:
         """The parent for whatever else belongs to the request."""

@@ -1,9 +1,10 @@
 """Runs one pure machine on asyncio: the only writer of its state.
 
 Save first, then act; that order is written here and nowhere else. A turn takes everything in the inbox,
-steps each event on the newest state, saves once, and only then performs the effects, shows the new state,
-writes the journal and answers the posters. Orchestrator (one driver per group) and agent (one per group
-that its node serves) use it alike. It knows no event, effect or state by name.
+steps each event on the newest state, saves once, and only then shows the new state and performs the effects.
+Whoever waits for these goes first; then it writes the journal and answers the posters. Orchestrator (one
+driver per group) and agent (one per group that its node serves) use it alike. It knows no event, effect or
+state by name.
 
 When a save fails, or the machine itself breaks, nothing of that turn is acted upon: the driver stops, ``run``
 raises, every poster is told. What was saved before is what a restart finds.
@@ -164,7 +165,6 @@ class Driver(Generic[S, E, F]):
     async def _wait(self) -> None:
         """Until there is an event or the next deadline is reached."""
         if self._inbox:
-            await asyncio.sleep(0)  # whoever is ready now joins the turn, and a busy driver starves nobody
             return
         loop = asyncio.get_running_loop()
         self._wake = loop.create_future()
@@ -218,7 +218,13 @@ class Driver(Generic[S, E, F]):
             self._unsaved = False
         if changed:
             self._state, self._deaf = state, False
-        self._act(now, steps, changed=self._state is not before)  # … then visible
+        for step in steps:  # … then visible
+            for effect in step.effects:
+                self._perform(effect)
+        try:
+            await asyncio.sleep(0)  # what was set off goes out; whoever is ready joins the next turn
+        finally:
+            self._tell(now, steps, changed=self._state is not before)
         self._turn = []
 
     def _can_wait(self, steps: list[Step[S, F]]) -> bool:
@@ -253,10 +259,7 @@ class Driver(Generic[S, E, F]):
             self._deaf = True
         return after
 
-    def _act(self, now: float, steps: list[Step[S, F]], *, changed: bool) -> None:
-        for step in steps:
-            for effect in step.effects:
-                self._perform(effect)
+    def _tell(self, now: float, steps: list[Step[S, F]], *, changed: bool) -> None:
         if self._record is not None:
             for post, step in zip(self._turn, steps, strict=True):
                 self._record(now, post.event, step)
