@@ -8,7 +8,7 @@ import pytest
 from orchestrator.raw_client import RawClient
 from orchestrator.world import World
 
-from coslice.admission.watch import KNOWN
+from coslice.admission.trail import KNOWN
 from coslice.orchestrator.config import GroupConfig
 from coslice.profile.given import given_profile
 from coslice.profile.model import brief_profile, encode_profile
