@@ -130,41 +130,40 @@ def resume(holdings: Holdings) -> tuple[NodeEffect, ...]:
     """What may not have been carried out before a restart. Safe to repeat: the state names the operations."""
     again: list[NodeEffect] = [] if holdings.finished is None else [holdings.finished]
     for context in holdings.contexts:
-        if isinstance(context.place, Leaving) and context.place.effort is Effort.KILLING:
+        if type(context.place) is Leaving and context.place.effort is Effort.KILLING:
             again.append(fx.KillJob(job=context.job, reason=context.place.reason))
     return (*again, *asked(holdings))
 
 
 def _hear(turn: NodeTurn, event: NodeEvent) -> None:
-    match event:  # what happens often comes first
-        case ev.MakeResidentCommanded():
-            _on_command(turn, event)
-        case ev.SnapshotSucceeded():
-            _on_snapshot_succeeded(turn, event)
-        case ev.RestoreSucceeded():
-            _on_restore_succeeded(turn, event)
-        case ev.UsageMeasured():
-            _on_measured(turn, event)
-        case ev.MemberRegistered():
-            on_registered(turn, event)
-        case ev.MemberResized():
-            on_resized(turn, event)
-        case ev.MemberGone():
-            on_gone(turn, event)
-        case ev.SnapshotFailed():
-            if (found := _leaving(turn, event)) is not None:
-                snapshot_failed(turn, *found, event.reason, busy=event.busy, no_room=event.no_room)
-        case ev.RestoreFailed():
-            if (back := _returning(turn, event)) is not None:
-                restore_failed(turn, *back, event.reason, lost=event.lost)
-        case ev.JobKilled():
-            on_killed(turn, event)
-        case ev.JobForgotten(job=job):
-            on_forgotten(turn, job)
-        case ev.DeadlinePassed():
-            _on_deadline(turn)
-        case _:
-            assert_never(event)
+    if type(event) is ev.MakeResidentCommanded:  # what happens often comes first
+        _on_command(turn, event)
+    elif type(event) is ev.SnapshotSucceeded:
+        _on_snapshot_succeeded(turn, event)
+    elif type(event) is ev.RestoreSucceeded:
+        _on_restore_succeeded(turn, event)
+    elif type(event) is ev.UsageMeasured:
+        _on_measured(turn, event)
+    elif type(event) is ev.MemberRegistered:
+        on_registered(turn, event)
+    elif type(event) is ev.MemberResized:
+        on_resized(turn, event)
+    elif type(event) is ev.MemberGone:
+        on_gone(turn, event)
+    elif type(event) is ev.SnapshotFailed:
+        if (found := _leaving(turn, event)) is not None:
+            snapshot_failed(turn, *found, event.reason, busy=event.busy, no_room=event.no_room)
+    elif type(event) is ev.RestoreFailed:
+        if (back := _returning(turn, event)) is not None:
+            restore_failed(turn, *back, event.reason, lost=event.lost)
+    elif type(event) is ev.JobKilled:
+        on_killed(turn, event)
+    elif type(event) is ev.JobForgotten:
+        on_forgotten(turn, event.job)
+    elif type(event) is ev.DeadlinePassed:
+        _on_deadline(turn)
+    else:
+        assert_never(event)
 
 
 # ── commands and time ──────────────────────────────────────────────────────
@@ -220,11 +219,11 @@ def _on_measured(turn: NodeTurn, event: ev.UsageMeasured) -> None:
     if context is None:
         return
     place = context.place
-    if isinstance(place, Saved):
+    if type(place) is Saved:
         if _notable(place.residual, event.bytes):
             turn.move(context, replace(place, residual=event.bytes))
         return
-    if isinstance(place, Partly):
+    if type(place) is Partly:
         if _notable(place.left, event.bytes):
             turn.move(context, replace(place, left=max(1, event.bytes)), use=event.bytes)
         return
@@ -246,7 +245,7 @@ def _leaving(
 ) -> tuple[Context, Leaving] | None:
     """The context that this answer is about, unless the answer is a duplicate or comes too late."""
     context, op = find(turn.holdings, event.job), turn.holdings.running
-    if context is None or op is None or op.op != event.op or not isinstance(context.place, Leaving):
+    if context is None or op is None or op.op != event.op or type(context.place) is not Leaving:
         return None
     if context.place.effort is not Effort.TRYING or event.attempt not in (0, context.place.attempt):
         return None
@@ -257,7 +256,7 @@ def _returning(
     turn: NodeTurn, event: ev.RestoreSucceeded | ev.RestoreFailed
 ) -> tuple[Context, Returning] | None:
     context, op = find(turn.holdings, event.job), turn.holdings.running
-    if context is None or op is None or op.op != event.op or not isinstance(context.place, Returning):
+    if context is None or op is None or op.op != event.op or type(context.place) is not Returning:
         return None
     if context.place.effort is not Effort.TRYING or event.attempt not in (0, context.place.attempt):
         return None

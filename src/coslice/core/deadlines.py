@@ -35,7 +35,7 @@ def next_deadline(group: Group) -> float | None:
     if group.settle_by is not None:
         due.append(group.settle_by)
     held = group.occupancy
-    swapping = isinstance(held, Swapping)
+    swapping = type(held) is Swapping
     for view in group.views:
         if not view.attached:
             if not draining.waited_out(group, view):
@@ -46,7 +46,7 @@ def next_deadline(group: Group) -> float | None:
         due.append(group.reserved.until)
     if group.stuck and group.waiters:
         due += [stuck.retry_at for stuck in group.stuck]
-    if isinstance(held, Held):
+    if type(held) is Held:
         for holder in active(held):
             if holder.confirm_by is not None:
                 due.append(holder.confirm_by)
@@ -91,14 +91,14 @@ def passed(turn: Turn) -> None:
 
 def _unconfirmed(turn: Turn) -> None:
     held = turn.group.occupancy
-    if not isinstance(held, Held):
+    if type(held) is not Held:
         return
     late = [h for h in active(held) if h.confirm_by is not None and h.confirm_by <= turn.at]
     if not late:
         return
     for session in dict.fromkeys(h.session for h in late):
         current = turn.group.occupancy
-        if isinstance(current, Held):
+        if type(current) is Held:
             why = f"the grant was not confirmed within {turn.group.rules.confirm_timeout:g} s"
             turn.say(ReasonCode.UNCONFIRMED, f"{held.job} (session {session}): {why}")
             lease.settle(turn, turn.take_back(current, why, session=session))
@@ -106,8 +106,8 @@ def _unconfirmed(turn: Turn) -> None:
 
 def _overrun(turn: Turn) -> None:
     held, rules = turn.group.occupancy, turn.group.rules
-    due = _overrun_at(turn.group, held) if isinstance(held, Held) else None
-    if not isinstance(held, Held) or due is None or due > turn.at:
+    due = _overrun_at(turn.group, held) if type(held) is Held else None
+    if type(held) is not Held or due is None or due > turn.at:
         return
     if turn.group.drained and not contended(turn.group):
         return  # frozen, it would compute on: nobody could take its place
@@ -129,8 +129,8 @@ def _excused(group: Group, session: SessionId) -> bool:
 
 def _ask(turn: Turn) -> None:
     held = turn.group.occupancy
-    due = _ask_at(turn.group, held) if isinstance(held, Held) else None
-    if not isinstance(held, Held) or due is None or due > turn.at:
+    due = _ask_at(turn.group, held) if type(held) is Held else None
+    if type(held) is not Held or due is None or due > turn.at:
         return
     waiting = [w for w in turn.group.waiters if has_live_ask(turn.group, w)]
     longest = turn.at - min(w.since for w in waiting)

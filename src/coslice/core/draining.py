@@ -36,12 +36,12 @@ def drain(turn: Turn, event: ev.NodeDrained) -> None:
         turn.say(ReasonCode.REPEATED, f"{node} is drained already")
         return
     on = group.occupancy
-    epoch = on.epoch if isinstance(on, Held) else Epoch(0)
+    epoch = on.epoch if type(on) is Held else Epoch(0)
     drained = Drained(node=node, by=event.by, reason=event.reason, epoch=epoch)
     turn.set(drained=tuple(sorted((*group.drained, drained), key=lambda d: d.node)))
     turn.say(ReasonCode.DRAINED, f"{said(drained)}: no lease begins there until it serves again")
     view = view_of(group, node)
-    if view is not None and isinstance(on, Swapping) and not swap.freezes(turn.group, view, on.incoming):
+    if view is not None and type(on) is Swapping and not swap.freezes(turn.group, view, on.incoming):
         set_aside(turn, node)
 
 
@@ -59,7 +59,7 @@ def undrain(turn: Turn, event: ev.NodeUndrained) -> None:
     if not view.attached:
         view = replace(view, detached_at=turn.at)
         turn.put_view(view)
-    if isinstance(on, Swapping) and node in on.done:
+    if type(on) is Swapping and node in on.done:
         turn.set(occupancy=replace(on, done=tuple(n for n in on.done if n != node)))
     swap.follow(turn, view, attached=True)
 
@@ -67,7 +67,7 @@ def undrain(turn: Turn, event: ev.NodeUndrained) -> None:
 def ask(turn: Turn) -> None:
     """A holder that uses a drained node hears of it as soon as somebody of it can."""
     held = turn.group.occupancy
-    if not isinstance(held, Held) or held.asked:
+    if type(held) is not Held or held.asked:
         return
     drained = [d for d in turn.group.drained if held_by(turn.group, d.node)]
     if drained and any(not is_lost(turn.group, h.session) for h in active(held)):
@@ -77,7 +77,7 @@ def ask(turn: Turn) -> None:
 def set_aside(turn: Turn, node: NodeId) -> None:
     """The swap that is on does not wait for the node any more; what its agent is at, it may finish."""
     on = turn.group.occupancy
-    if isinstance(on, Swapping) and node in on.pending:
+    if type(on) is Swapping and node in on.pending:
         pending = tuple(n for n in on.pending if n != node)
         turn.set(occupancy=replace(on, pending=pending, done=(*on.done, node)))
         swap.finish_if_done(turn)
@@ -86,7 +86,7 @@ def set_aside(turn: Turn, node: NodeId) -> None:
 def waited_out(group: Group, view: NodeView) -> bool:
     """A drained node that is away is no loss, unless a swap waits for it."""
     on = group.occupancy
-    waits = isinstance(on, Swapping) and view.node in on.pending
+    waits = type(on) is Swapping and view.node in on.pending
     return not waits and drain_of(group, view.node) is not None
 
 

@@ -4,6 +4,7 @@ Every step also gives its reasons: an enum for metrics and tests, prose for peop
 """
 
 from enum import StrEnum
+from typing import final
 
 from msgspec import Struct
 
@@ -87,6 +88,7 @@ class _Effect(Struct, frozen=True, gc=False, kw_only=True, tag=True):
 # ── of the group ───────────────────────────────────────────────────────────
 
 
+@final
 class MakeResident(_Effect, frozen=True, kw_only=True):
     """Tell one node: job J shall be on the device. What has to leave is the agent's decision."""
 
@@ -99,6 +101,7 @@ class MakeResident(_Effect, frozen=True, kw_only=True):
     """Who must not be on the device meanwhile, though there be room: they are in the middle of a phase."""
 
 
+@final
 class Grant(_Effect, frozen=True, kw_only=True):
     request: RequestId
     session: SessionId
@@ -113,6 +116,7 @@ class Grant(_Effect, frozen=True, kw_only=True):
     """Of a request for several groups: it is no answer to the client before all are granted."""
 
 
+@final
 class Refuse(_Effect, frozen=True, kw_only=True):
     request: RequestId
     session: SessionId
@@ -120,6 +124,7 @@ class Refuse(_Effect, frozen=True, kw_only=True):
     reason: str
 
 
+@final
 class LoseLease(_Effect, frozen=True, kw_only=True):
     """Tell a client that its lease is over although it did not yield."""
 
@@ -129,6 +134,7 @@ class LoseLease(_Effect, frozen=True, kw_only=True):
     reason: str
 
 
+@final
 class AskYield(_Effect, frozen=True, kw_only=True):
     session: SessionId
     job: JobId
@@ -137,6 +143,7 @@ class AskYield(_Effect, frozen=True, kw_only=True):
     longest_wait: float
 
 
+@final
 class ForgetJob(_Effect, frozen=True, kw_only=True):
     """Tell one node that a job is over: what it remembers of it can go."""
 
@@ -150,6 +157,7 @@ GroupEffect = MakeResident | Grant | Refuse | LoseLease | AskYield | ForgetJob
 # ── of one node's holdings ─────────────────────────────────────────────────
 
 
+@final
 class RunSnapshot(_Effect, frozen=True, kw_only=True):
     """Move the state of all live members of the job to host memory."""
 
@@ -160,12 +168,14 @@ class RunSnapshot(_Effect, frozen=True, kw_only=True):
     """So many bytes or some more, where a part can move alone; 0: all."""
 
 
+@final
 class RunRestore(_Effect, frozen=True, kw_only=True):
     op: OpId
     job: JobId
     attempt: int
 
 
+@final
 class KillJob(_Effect, frozen=True, kw_only=True):
     """Kill the job's registered processes on this node: it cannot be evicted otherwise."""
 
@@ -173,6 +183,7 @@ class KillJob(_Effect, frozen=True, kw_only=True):
     reason: str
 
 
+@final
 class ReportDone(_Effect, frozen=True, kw_only=True):
     op: OpId
     epoch: Epoch
@@ -183,6 +194,7 @@ class ReportDone(_Effect, frozen=True, kw_only=True):
     reason: str
 
 
+@final
 class ReportFailed(_Effect, frozen=True, kw_only=True):
     op: OpId
     epoch: Epoch
@@ -192,10 +204,12 @@ class ReportFailed(_Effect, frozen=True, kw_only=True):
     reason: str
 
 
+@final
 class PushFacts(_Effect, frozen=True, kw_only=True):
     """What we hold changed: push it to the orchestrator."""
 
 
+@final
 class FreeBuffers(_Effect, frozen=True, kw_only=True):
     """Nothing of these processes is left to restore: their host memory can go.
 

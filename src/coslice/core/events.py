@@ -5,6 +5,7 @@ for one group hear (core.context).
 """
 
 from enum import StrEnum
+from typing import final
 
 from msgspec import Struct
 
@@ -69,6 +70,7 @@ class _Event(Struct, frozen=True, gc=False, kw_only=True, tag=True):
 # ── the group ──────────────────────────────────────────────────────────────
 
 
+@final
 class AcquireRequested(_Event, frozen=True, kw_only=True):
     job: JobId
     incarnation: Incarnation
@@ -89,12 +91,14 @@ class AcquireRequested(_Event, frozen=True, kw_only=True):
     start_time: int = 0
 
 
+@final
 class AcquireCompleted(_Event, frozen=True, kw_only=True):
     """Every group of a request for several is granted; the answer goes to the client now."""
 
     request: RequestId
 
 
+@final
 class AcquireAbandoned(_Event, frozen=True, kw_only=True):
     """The caller went away (cancelled, timed out) before it confirmed a grant."""
 
@@ -102,34 +106,40 @@ class AcquireAbandoned(_Event, frozen=True, kw_only=True):
     reason: str = ""
 
 
+@final
 class GrantConfirmed(_Event, frozen=True, kw_only=True):
     request: RequestId
 
 
+@final
 class LeaseYielded(_Event, frozen=True, kw_only=True):
     job: JobId
     session: SessionId
     epoch: Epoch
 
 
+@final
 class SessionLost(_Event, frozen=True, kw_only=True):
     """The stream of a client ended without a goodbye; its grace begins."""
 
     session: SessionId
 
 
+@final
 class SessionResumed(_Event, frozen=True, kw_only=True):
     """The client is back within its grace; this is how a lease is renewed."""
 
     session: SessionId
 
 
+@final
 class SessionClosed(_Event, frozen=True, kw_only=True):
     """The client said goodbye: its waiters and leases end now."""
 
     session: SessionId
 
 
+@final
 class NodeAttached(_Event, frozen=True, kw_only=True):
     node: NodeId
     epoch: Epoch
@@ -137,15 +147,18 @@ class NodeAttached(_Event, frozen=True, kw_only=True):
     facts: NodeFacts
 
 
+@final
 class NodeDetached(_Event, frozen=True, kw_only=True):
     node: NodeId
 
 
+@final
 class NodeReported(_Event, frozen=True, kw_only=True):
     node: NodeId
     facts: NodeFacts
 
 
+@final
 class OpSucceeded(_Event, frozen=True, kw_only=True):
     op: OpId
     node: NodeId
@@ -157,6 +170,7 @@ class OpSucceeded(_Event, frozen=True, kw_only=True):
     facts: NodeFacts | None = None
 
 
+@final
 class OpFailed(_Event, frozen=True, kw_only=True):
     op: OpId
     node: NodeId
@@ -168,10 +182,12 @@ class OpFailed(_Event, frozen=True, kw_only=True):
     facts: NodeFacts | None = None
 
 
+@final
 class NodesChanged(_Event, frozen=True, kw_only=True):
     nodes: tuple[NodeId, ...]
 
 
+@final
 class PolicySet(_Event, frozen=True, kw_only=True):
     """An operator (or whoever is named) says who goes next from now on. It is kept over restarts."""
 
@@ -180,12 +196,14 @@ class PolicySet(_Event, frozen=True, kw_only=True):
     by: str = "an operator"
 
 
+@final
 class JobForgotten(_Event, frozen=True, kw_only=True):
     """An operator says that this job is over: whatever is remembered of it shall be cleared."""
 
     job: JobId
 
 
+@final
 class JobEvicted(_Event, frozen=True, kw_only=True):
     """An operator (or whoever is named) takes a job's lease and its places away. It may ask again."""
 
@@ -194,6 +212,7 @@ class JobEvicted(_Event, frozen=True, kw_only=True):
     by: str = "an operator"
 
 
+@final
 class NodeDrained(_Event, frozen=True, kw_only=True):
     """An operator takes a node out for maintenance: no lease begins there until ``NodeUndrained``. Kept over
     restarts, of this process and of the agent; the node may as well not be attached."""
@@ -203,6 +222,7 @@ class NodeDrained(_Event, frozen=True, kw_only=True):
     by: str = "an operator"
 
 
+@final
 class NodeUndrained(_Event, frozen=True, kw_only=True):
     """The node serves again."""
 
@@ -210,12 +230,14 @@ class NodeUndrained(_Event, frozen=True, kw_only=True):
     by: str = "an operator"
 
 
+@final
 class GroupDeleted(_Event, frozen=True, kw_only=True):
     """An operator says that there shall be no such group any more."""
 
     reason: str = ""
 
 
+@final
 class DeadlinePassed(_Event, frozen=True, kw_only=True):
     """The driver woke up because ``next_deadline`` was reached."""
 
@@ -248,6 +270,7 @@ GroupEvent = (
 # ── one node's holdings for one group ──────────────────────────────────────
 
 
+@final
 class MakeResidentCommanded(_Event, frozen=True, kw_only=True):
     op: OpId
     epoch: Epoch
@@ -256,6 +279,7 @@ class MakeResidentCommanded(_Event, frozen=True, kw_only=True):
     freeze: tuple[JobId, ...] = ()
 
 
+@final
 class MemberRegistered(_Event, frozen=True, kw_only=True):
     """A process offers its state. It may come back (same member), then it says where the state is."""
 
@@ -277,6 +301,7 @@ class MemberRegistered(_Event, frozen=True, kw_only=True):
     """Of ``bytes``, what needs no host memory of its own when it leaves."""
 
 
+@final
 class MemberResized(_Event, frozen=True, kw_only=True):
     job: JobId
     member: MemberId
@@ -285,6 +310,7 @@ class MemberResized(_Event, frozen=True, kw_only=True):
     unkept: int = 0
 
 
+@final
 class MemberGone(_Event, frozen=True, kw_only=True):
     """The process exited (or, ``lost``, its channel ended and the process with it)."""
 
@@ -293,6 +319,7 @@ class MemberGone(_Event, frozen=True, kw_only=True):
     reason: str = ""
 
 
+@final
 class UsageMeasured(_Event, frozen=True, kw_only=True):
     """Device memory of one job as measured now: all its members together, above their baselines."""
 
@@ -300,6 +327,7 @@ class UsageMeasured(_Event, frozen=True, kw_only=True):
     bytes: int
 
 
+@final
 class SnapshotSucceeded(_Event, frozen=True, kw_only=True):
     job: JobId
     op: OpId
@@ -313,6 +341,7 @@ class SnapshotSucceeded(_Event, frozen=True, kw_only=True):
     """Which attempt this answers; 0: the one that runs."""
 
 
+@final
 class SnapshotFailed(_Event, frozen=True, kw_only=True):
     job: JobId
     op: OpId
@@ -325,6 +354,7 @@ class SnapshotFailed(_Event, frozen=True, kw_only=True):
     """Which attempt this answers; 0: the one that runs."""
 
 
+@final
 class RestoreSucceeded(_Event, frozen=True, kw_only=True):
     job: JobId
     op: OpId
@@ -334,6 +364,7 @@ class RestoreSucceeded(_Event, frozen=True, kw_only=True):
     """Which attempt this answers; 0: the one that runs."""
 
 
+@final
 class RestoreFailed(_Event, frozen=True, kw_only=True):
     job: JobId
     op: OpId
@@ -344,6 +375,7 @@ class RestoreFailed(_Event, frozen=True, kw_only=True):
     """Which attempt this answers; 0: the one that runs."""
 
 
+@final
 class JobKilled(_Event, frozen=True, kw_only=True):
     job: JobId
     reason: str

@@ -85,57 +85,57 @@ def new_group(
 def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.GroupEffect]:
     """Apply one event. Raises ``Rejected``, with nothing changed, if the event is not allowed."""
     turn = Turn(group, event.at)
-    if group.deleted and not isinstance(event, ev.AcquireRequested):
+    if group.deleted and type(event) is not ev.AcquireRequested:
         return turn.done()
-    match event:  # what happens often comes first: each case that is not the one costs a tenth of a step
-        case ev.AcquireRequested():
-            _on_acquire(turn, event)
-        case ev.GrantConfirmed():
-            lease.confirm(turn, event.request)
-        case ev.LeaseYielded():
-            lease.yield_(turn, event)
-        case ev.OpSucceeded():
-            if not membership.answered(turn, event):
-                membership.note(turn, event.node, event.facts)
-                swap.succeeded(turn, event)
-        case ev.DeadlinePassed():
-            deadlines.passed(turn)
-        case ev.NodeReported():
-            membership.reported(turn, event.node, event.facts)
-        case ev.AcquireCompleted():
-            lease.complete(turn, event.request)
-        case ev.AcquireAbandoned():
-            _on_abandoned(turn, event)
-        case ev.SessionLost():
-            sessions.lost(turn, event.session)
-        case ev.SessionResumed():
-            sessions.resumed(turn, event.session)
-        case ev.SessionClosed():
-            sessions.ended(turn, event.session, "its client said goodbye", tell=False)
-        case ev.NodeAttached():
-            membership.attached(turn, event)
-        case ev.NodeDetached():
-            membership.detached(turn, event.node)
-        case ev.OpFailed():
-            if not membership.answered(turn, event):
-                membership.note(turn, event.node, event.facts)
-                swap.failed(turn, event)
-        case ev.NodesChanged():
-            membership.changed(turn, event.nodes)
-        case ev.PolicySet():
-            _on_policy(turn, event.policy, event.by)
-        case ev.JobForgotten():
-            operator_verbs.forget(turn, event.job)
-        case ev.JobEvicted():
-            operator_verbs.evict(turn, event.job, event.reason, event.by)
-        case ev.NodeDrained():
-            draining.drain(turn, event)
-        case ev.NodeUndrained():
-            draining.undrain(turn, event)
-        case ev.GroupDeleted():
-            operator_verbs.delete(turn, event.reason)
-        case _:
-            assert_never(event)
+    # What happens often comes first.
+    if type(event) is ev.AcquireRequested:
+        _on_acquire(turn, event)
+    elif type(event) is ev.GrantConfirmed:
+        lease.confirm(turn, event.request)
+    elif type(event) is ev.LeaseYielded:
+        lease.yield_(turn, event)
+    elif type(event) is ev.OpSucceeded:
+        if not membership.answered(turn, event):
+            membership.note(turn, event.node, event.facts)
+            swap.succeeded(turn, event)
+    elif type(event) is ev.DeadlinePassed:
+        deadlines.passed(turn)
+    elif type(event) is ev.NodeReported:
+        membership.reported(turn, event.node, event.facts)
+    elif type(event) is ev.AcquireCompleted:
+        lease.complete(turn, event.request)
+    elif type(event) is ev.AcquireAbandoned:
+        _on_abandoned(turn, event)
+    elif type(event) is ev.SessionLost:
+        sessions.lost(turn, event.session)
+    elif type(event) is ev.SessionResumed:
+        sessions.resumed(turn, event.session)
+    elif type(event) is ev.SessionClosed:
+        sessions.ended(turn, event.session, "its client said goodbye", tell=False)
+    elif type(event) is ev.NodeAttached:
+        membership.attached(turn, event)
+    elif type(event) is ev.NodeDetached:
+        membership.detached(turn, event.node)
+    elif type(event) is ev.OpFailed:
+        if not membership.answered(turn, event):
+            membership.note(turn, event.node, event.facts)
+            swap.failed(turn, event)
+    elif type(event) is ev.NodesChanged:
+        membership.changed(turn, event.nodes)
+    elif type(event) is ev.PolicySet:
+        _on_policy(turn, event.policy, event.by)
+    elif type(event) is ev.JobForgotten:
+        operator_verbs.forget(turn, event.job)
+    elif type(event) is ev.JobEvicted:
+        operator_verbs.evict(turn, event.job, event.reason, event.by)
+    elif type(event) is ev.NodeDrained:
+        draining.drain(turn, event)
+    elif type(event) is ev.NodeUndrained:
+        draining.undrain(turn, event)
+    elif type(event) is ev.GroupDeleted:
+        operator_verbs.delete(turn, event.reason)
+    else:
+        assert_never(event)
     if turn.group.settle_by is not None and not missing(turn.group):
         turn.set(settle_by=None)
     if turn.group.policy:
@@ -171,7 +171,7 @@ def _on_acquire(turn: Turn, event: ev.AcquireRequested) -> None:
         final=event.final,
     )
     held = turn.group.occupancy
-    if isinstance(held, Held) and held.job == event.job and lease.can_join(held, event.session):
+    if type(held) is Held and held.job == event.job and lease.can_join(held, event.session):
         lease.join(turn, held, ask, world=event.world)
     else:
         _enqueue(turn, event, ask)
@@ -249,13 +249,13 @@ def _register(turn: Turn, event: ev.AcquireRequested) -> None:
 def _enqueue(turn: Turn, event: ev.AcquireRequested, ask: Ask) -> None:
     group = turn.group
     busy, queue = group.occupancy, group.waiters
-    swapping = isinstance(busy, Swapping) and busy.incoming == event.job
+    swapping = type(busy) is Swapping and busy.incoming == event.job
     place, mine = 0, None
     for i, waiter in enumerate(queue, 1):
         if waiter.job == event.job:
             place, mine = i, waiter
             break
-    if isinstance(busy, Swapping) and swapping:  # its state is on the way already
+    if type(busy) is Swapping and swapping:  # its state is on the way already
         turn.set(occupancy=replace(busy, waiter=_joined(busy.waiter or mine, event, ask)))
     elif mine is not None:
         turn.set(waiters=(*queue[: place - 1], _joined(mine, event, ask), *queue[place:]))
@@ -295,12 +295,12 @@ def _on_abandoned(turn: Turn, event: ev.AcquireAbandoned) -> None:
         asks = tuple(a for a in waiter.asks if a.request != event.request)
         return replace(waiter, asks=asks) if asks or frozen_lease(group, waiter.job) else None
 
-    if isinstance(held, Swapping) and held.waiter is not None:
+    if type(held) is Swapping and held.waiter is not None:
         turn.set(occupancy=replace(held, waiter=without(held.waiter)))
     kept = (without(w) for w in group.waiters)
     turn.set(waiters=tuple(w for w in kept if w is not None))
     turn.say(ReasonCode.ABANDONED, f"request {event.request} was given up by its caller{why}")
-    for one in (held, *group.frozen) if isinstance(held, Held) else group.frozen:
+    for one in (held, *group.frozen) if type(held) is Held else group.frozen:
         lease.abandon(turn, one, event.request)
 
 
@@ -315,13 +315,13 @@ def _advance(turn: Turn, policy: Policy) -> None:
                 f"the last node of group {group.id} is gone: {_nobody(group)}",
             )
     on = group.occupancy
-    free = group.waiters and group.views and not isinstance(on, Held) and not isinstance(on, Swapping)
+    free = group.waiters and group.views and type(on) is not Held and type(on) is not Swapping
     candidates = _willing(group) if free else ()
     reserved: Reserve | None = None
     if candidates:
         past = memory.remembered(group) if policy.remembers else {}
         choice = policy.choose(candidates, resident=occupant(group), now=turn.at, past=past)
-        if isinstance(choice, Choice):
+        if type(choice) is Choice:
             swap.begin(turn, choice)
         elif choice.until > turn.at:
             reserved = choice
@@ -365,7 +365,7 @@ def _keep_books(turn: Turn, before: Group) -> None:
     if was is not now and (type(was) is not type(now) or occupant(before) != occupant(group)):
         turn.set(since=turn.at)
         group = turn.group
-    if isinstance(now, Held):
+    if type(now) is Held:
         waited_for = contended(group)
         if waited_for and now.contended_since is None:
             turn.set(occupancy=replace(now, contended_since=turn.at))

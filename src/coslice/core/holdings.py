@@ -13,7 +13,7 @@ on the device is ``Live(whole=False)``, which occupies the device and cannot be 
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import lru_cache
-from typing import Literal, assert_never
+from typing import Literal, assert_never, final
 
 from msgspec import Struct
 
@@ -70,6 +70,7 @@ class Effort(StrEnum):
     KILLING = "killing"  # the processes were killed; their exit is awaited
 
 
+@final
 class Live(Struct, frozen=True, gc=False, tag=True):
     whole: bool = True
     """False: part of it may be in host memory, so it must be restored before it is granted."""
@@ -78,6 +79,7 @@ class Live(Struct, frozen=True, gc=False, tag=True):
     """False: a move ended half-way: where each process has its state is not known until the next succeeds."""
 
 
+@final
 class Leaving(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     of: tuple[MemberId, ...]
     """Whom this attempt moves; a process that registers meanwhile is not among them."""
@@ -95,6 +97,7 @@ class Leaving(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     reason: str = ""
 
 
+@final
 class Partly(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     """A part of it is in host memory. Until that is back the job does not run, so the rest does not grow."""
 
@@ -103,12 +106,14 @@ class Partly(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     """What its processes have on the device, in bytes as measured; at least 1."""
 
 
+@final
 class Saved(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     bytes: int
     residual: int = 0
     """What the parked processes leave on the device."""
 
 
+@final
 class Returning(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     of: tuple[MemberId, ...]
     attempt: int
@@ -117,6 +122,7 @@ class Returning(Struct, frozen=True, gc=False, kw_only=True, tag=True):
     reason: str = ""
 
 
+@final
 class Lost(Struct, frozen=True, gc=False, tag=True):
     reason: str
 
@@ -262,7 +268,7 @@ def least(holdings: Holdings, context: Context) -> int:
     """
     peak = min(context.peak, holdings.device_budget) if holdings.device_budget else context.peak
     size, coming = context.bytes, 0
-    if isinstance(context.place, Partly):
+    if type(context.place) is Partly:
         coming = context.place.saved
     else:
         for member in context.members:
@@ -273,7 +279,7 @@ def least(holdings: Holdings, context: Context) -> int:
 def restores_into(holdings: Holdings, job: JobId, declared: int) -> int:
     """The room that a restore of ``job`` must find."""
     context = find(holdings, job)
-    if context is None or isinstance(context.place, Lost):
+    if context is None or type(context.place) is Lost:
         return declared
     return max(declared, least(holdings, context), _declared(context))
 
@@ -281,28 +287,23 @@ def restores_into(holdings: Holdings, job: JobId, declared: int) -> int:
 def need_of(holdings: Holdings, job: JobId, declared: int) -> int:
     """What a job that shall come in will take; 0: unknown."""
     context = find(holdings, job)
-    if context is None or isinstance(context.place, Lost):
+    if context is None or type(context.place) is Lost:
         return declared
     return max(declared, reserve(holdings, context))
 
 
 def occupies(context: Context) -> bool:
     """Is the device not known to be free of it? A lost job still is there while its processes are."""
-    match context.place:
-        case Saved():
-            return False
-        case Live() | Leaving() | Partly() | Returning():
-            return True
-        case Lost():
-            return bool(context.members) and context.use > 0
-        case _:
-            assert_never(context.place)
+    place = context.place
+    if type(place) is Lost:
+        return bool(context.members) and context.use > 0
+    return type(place) is not Saved
 
 
 def others(holdings: Holdings, job: JobId) -> list[Context]:
     """Who else is on the device, least recently used first, in an order that only the state decides."""
 
-    found = [c for c in holdings.contexts if c.job != job and not isinstance(c.place, Saved) and occupies(c)]
+    found = [c for c in holdings.contexts if c.job != job and occupies(c)]
     if len(found) < 2:
         return found
 
@@ -315,19 +316,16 @@ def others(holdings: Holdings, job: JobId) -> list[Context]:
 
 def taken(holdings: Holdings, context: Context) -> int:
     """Device memory that an occupant must be thought to take; 0: unknown."""
-    match context.place:
-        case Lost():
-            return context.use
-        case Partly(left=left):
-            return left
-        case _:
-            return reserve(holdings, context)
+    place = context.place
+    if type(place) is Lost:
+        return context.use
+    return place.left if type(place) is Partly else reserve(holdings, context)
 
 
 def residuals(holdings: Holdings, *, but: JobId) -> int:
     total = 0
     for context in holdings.contexts:
-        if isinstance(context.place, Saved) and context.job != but:
+        if type(context.place) is Saved and context.job != but:
             total += context.place.residual
     return total
 
@@ -363,9 +361,7 @@ def same_word(before: Holdings, after: Holdings) -> bool:
     if before.contexts is not after.contexts or before.recent != after.recent:
         for one, other in zip(before.contexts, after.contexts, strict=True):
             # Of all but a live one, what is said follows from the context (and the rules) alone.
-            if (one is not other or isinstance(one.place, Live)) and not _same_fact(
-                before, one, after, other
-            ):
+            if (one is not other or type(one.place) is Live) and not _same_fact(before, one, after, other):
                 return False
         if (_used(before), saved_bytes(before)) != (_used(after), saved_bytes(after)):
             return False
@@ -400,16 +396,16 @@ def facts(holdings: Holdings) -> NodeFacts:
 def _used(holdings: Holdings) -> int:
     total = 0
     for context in holdings.contexts:
-        total += context.place.residual if isinstance(context.place, Saved) else context.use
+        total += context.place.residual if type(context.place) is Saved else context.use
     return total
 
 
 def saved_bytes(holdings: Holdings) -> int:
     total = 0
     for context in holdings.contexts:
-        if isinstance(context.place, Saved):
+        if type(context.place) is Saved:
             total += min(context.place.bytes, context.kept)
-        elif isinstance(context.place, Partly):
+        elif type(context.place) is Partly:
             total += min(context.place.saved, context.kept)
     return total
 
@@ -428,33 +424,38 @@ def _fact(holdings: Holdings, context: Context) -> ContextFact:
 
 
 def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
-    match context.place:
-        case Saved():  # most of them
-            return ContextState.SAVED, ""
-        case Live(whole=False, reason=reason):
-            return ContextState.LEAVING, reason
-        case Live():
-            beside = others(holdings, context.job)
-            if not beside:
-                return ContextState.LIVE, ""
-            need = reserve(holdings, context)
-            if fits_beside(holdings, context.job, need, beside):
-                return ContextState.LIVE, fit_text(holdings, need, beside)
-            names = ", ".join(c.job for c in beside)
-            return (
-                ContextState.LEAVING,
-                f"on the device beside {names}, without room for all: the next grant makes it",
-            )
-        case Leaving(stuck_since=None, reason=reason):
-            return ContextState.LEAVING, reason
-        case Leaving(reason=reason):
-            grace = holdings.rules.stuck_grace
-            return ContextState.LEAVING, f"stuck: {reason}; unless it leaves within {grace:g} s it is killed"
-        case Partly(saved=saved, left=left):
-            return ContextState.LEAVING, f"{mib(saved)} are in host memory, {mib(left)} wait on the device"
-        case Returning(reason=reason):
-            return ContextState.RETURNING, reason
-        case Lost(reason=reason):
-            return ContextState.LOST, reason
-        case _:
-            assert_never(context.place)
+    place = context.place
+    if type(place) is Saved:  # most of them
+        return ContextState.SAVED, ""
+    if type(place) is Live:
+        return _said_live(holdings, context, place)
+    if type(place) is Leaving:
+        if place.stuck_since is None:
+            return ContextState.LEAVING, place.reason
+        grace = holdings.rules.stuck_grace
+        text = f"stuck: {place.reason}; unless it leaves within {grace:g} s it is killed"
+        return ContextState.LEAVING, text
+    if type(place) is Partly:
+        text = f"{mib(place.saved)} are in host memory, {mib(place.left)} wait on the device"
+        return ContextState.LEAVING, text
+    if type(place) is Returning:
+        return ContextState.RETURNING, place.reason
+    if type(place) is Lost:
+        return ContextState.LOST, place.reason
+    assert_never(place)
+
+
+def _said_live(holdings: Holdings, context: Context, place: Live) -> tuple[ContextState, str]:
+    if not place.whole:
+        return ContextState.LEAVING, place.reason
+    beside = others(holdings, context.job)
+    if not beside:
+        return ContextState.LIVE, ""
+    need = reserve(holdings, context)
+    if fits_beside(holdings, context.job, need, beside):
+        return ContextState.LIVE, fit_text(holdings, need, beside)
+    names = ", ".join(c.job for c in beside)
+    return (
+        ContextState.LEAVING,
+        f"on the device beside {names}, without room for all: the next grant makes it",
+    )

@@ -135,8 +135,8 @@ def repeat(turn: Turn, held: Held, holder: Holder) -> None:
 
 def confirm(turn: Turn, request: RequestId) -> None:
     held = turn.group.occupancy
-    holder = _active_request(held, request) if isinstance(held, Held) else None
-    if not isinstance(held, Held) or holder is None:
+    holder = _active_request(held, request) if type(held) is Held else None
+    if type(held) is not Held or holder is None:
         turn.say(ReasonCode.STALE, f"confirmation of {request}, which is no part of a lease: ignored")
         return
     _with_holder(turn, held, replace(holder, confirmed=True, confirm_by=None, more=False))
@@ -145,8 +145,8 @@ def confirm(turn: Turn, request: RequestId) -> None:
 def complete(turn: Turn, request: RequestId) -> None:
     """All groups of one request are granted: from now on the client is expected to confirm."""
     held = turn.group.occupancy
-    holder = _active_request(held, request) if isinstance(held, Held) else None
-    if not isinstance(held, Held) or holder is None or holder.confirmed:
+    holder = _active_request(held, request) if type(held) is Held else None
+    if type(held) is not Held or holder is None or holder.confirmed:
         return
     lost = is_lost(turn.group, holder.session)
     confirm_by = None if lost else turn.at + turn.group.rules.confirm_timeout

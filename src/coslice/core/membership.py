@@ -67,7 +67,7 @@ def attached(turn: Turn, event: ev.NodeAttached) -> None:
     _put(turn, view)
     _in_reach(turn, event.node)
     on = turn.group.occupancy
-    if isinstance(on, Swapping) and event.epoch > on.epoch:
+    if type(on) is Swapping and event.epoch > on.epoch:
         swap.rebegin(turn, on, f"{event.node} has seen epoch {event.epoch} already")
     else:
         swap.follow(turn, view, attached=True)
@@ -101,12 +101,12 @@ def answered(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> bool:
         return False
     turn.set(hung=tuple(h for h in turn.group.hung if h.node != event.node))
     facts, on = event.facts if event.facts is not None else NodeFacts(), turn.group.occupancy
-    if isinstance(on, Swapping) and on.epoch == owed.epoch:  # it is still what the others are at
+    if type(on) is Swapping and on.epoch == owed.epoch:  # it is still what the others are at
         view = NodeView(node=owed.node, facts=facts, attached=True, outstanding=owed.epoch, asked_at=turn.at)
         _put(turn, view)
         turn.set(occupancy=replace(on, pending=(*on.pending, owed.node)))
         return False
-    if isinstance(on, Held) and on.epoch == owed.epoch:
+    if type(on) is Held and on.epoch == owed.epoch:
         unsure = owed.epoch if event.facts is None else Epoch(0)
         _put(turn, NodeView(node=owed.node, facts=facts, attached=True, outstanding=unsure))
         _in_reach(turn, owed.node)
@@ -179,7 +179,7 @@ def left(turn: Turn, node: NodeId, why: str) -> None:
         )
         swap.fault_job(turn, context.job, Fault(code=RefuseCode.NODE_LOST, reason=text, node=node))
     on = turn.group.occupancy
-    if isinstance(on, Swapping):
+    if type(on) is Swapping:
         pending = tuple(n for n in on.pending if n != node)
         turn.set(occupancy=replace(on, pending=pending, done=tuple(n for n in on.done if n != node)))
         swap.finish_if_done(turn)
@@ -189,7 +189,7 @@ def left(turn: Turn, node: NodeId, why: str) -> None:
 
 def _put(turn: Turn, view: NodeView) -> None:
     rest = turn.group.occupancy
-    was_there = isinstance(rest, Resident) and is_on_device(turn.group, rest.job)
+    was_there = type(rest) is Resident and is_on_device(turn.group, rest.job)
     turn.put_view(view)
     live = ContextState.LIVE
     for context in view.facts.contexts:

@@ -19,7 +19,7 @@ def remembered(group: Group) -> Memory:
 
 def note_ask(turn: Turn, event: ev.GroupEvent) -> None:
     """Before the decision: how long the job was away."""
-    if not isinstance(event, ev.AcquireRequested):
+    if type(event) is not ev.AcquireRequested:
         return
     record = record_of(turn.group, event.job)
     if record is not None and record.past.away_since is not None:
@@ -29,7 +29,7 @@ def note_ask(turn: Turn, event: ev.GroupEvent) -> None:
 def note_end(turn: Turn, before: Group) -> None:
     """Before the decision: the lease that was out and is not any more."""
     was, now = before.occupancy, turn.group.occupancy
-    if not isinstance(was, Held) or (isinstance(now, Held) and now.epoch == was.epoch):
+    if type(was) is not Held or (type(now) is Held and now.epoch == was.epoch):
         return
     record = record_of(turn.group, was.job)
     if record is not None and record.incarnation == was.incarnation:

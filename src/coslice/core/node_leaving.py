@@ -33,7 +33,7 @@ def try_snapshot(
         touched=touched,
         least=least,
         saved=before.saved if isinstance(before, Partly | Leaving) else 0,
-        reason=before.reason if isinstance(before, Leaving) else "",
+        reason=before.reason if type(before) is Leaving else "",
     )
     turn.move(context, place)
     if context.ready:

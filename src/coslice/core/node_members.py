@@ -55,7 +55,7 @@ def on_registered(turn: NodeTurn, event: ev.MemberRegistered) -> None:
         turn.put(_begun(event, member))
         turn.say(ReasonCode.REGISTERED, f"process {event.pid} of {event.job} comes {what}")
         return
-    if isinstance(context.place, Lost):  # one process starts afresh, others still are what was lost
+    if type(context.place) is Lost:  # one process starts afresh, others still are what was lost
         context = replace(
             context, place=Live(whole=False, reason=f"part of it is lost: {context.place.reason}")
         )
@@ -81,7 +81,7 @@ def _begun(event: ev.MemberRegistered, member: Member) -> Context:
 def _ends_with(turn: NodeTurn, context: Context, event: ev.MemberRegistered) -> bool:
     """Does this registration replace what we have? ``Rejected`` while another start of the job runs."""
     if context.incarnation == event.incarnation:
-        return isinstance(context.place, Lost) and all(m.id == event.member for m in context.members)
+        return type(context.place) is Lost and all(m.id == event.member for m in context.members)
     if seen := [m for m in context.members if m.seen]:
         raise Rejected(
             fx.RefuseCode.JOB_RUNNING,
@@ -89,7 +89,7 @@ def _ends_with(turn: NodeTurn, context: Context, event: ev.MemberRegistered) -> 
             "wait for it to end, or give this run its own job name",
             pid=str(seen[0].pid),
         )
-    if not isinstance(context.place, Lost):
+    if type(context.place) is not Lost:
         _end(turn, context, "a new incarnation took its place")
     return True
 
@@ -98,27 +98,27 @@ def settled(context: Context) -> Context:
     """Where the state is follows from where the processes say theirs is, unless it is being moved, or a move
     of it ended half-way."""
     place = context.place
-    if isinstance(place, Live):
+    if type(place) is Live:
         if not place.sure:
             return context
-    elif not isinstance(place, Saved | Partly):
+    elif type(place) is not Saved and type(place) is not Partly:
         return context
     parked = [m.parked for m in context.members]
     away = [m.parked or m.part for m in context.members]
     if all(parked):
-        residual = place.residual if isinstance(place, Saved) else 0
+        residual = place.residual if type(place) is Saved else 0
         return replace(context, place=Saved(bytes=context.bytes, residual=residual), use=0)
-    if isinstance(place, Partly) and all(away):
+    if type(place) is Partly and all(away):
         return context
     if any(away):
         return replace(context, place=Live(whole=False, reason=IN_PART))
-    return context if isinstance(place, Live) else replace(context, place=Live(), use=context.bytes)
+    return context if type(place) is Live else replace(context, place=Live(), use=context.bytes)
 
 
 def _change(turn: NodeTurn, context: Context) -> None:
     """Store a context with other members. What waited for one that is back, or gone, now goes out."""
     before = asked(turn.holdings)
-    if isinstance(context.place, Returning) and not before:
+    if type(context.place) is Returning and not before:
         take_back(turn, context)  # not asked for yet, and the room it needs may be another now
         return
     turn.put(settled(context))
@@ -188,9 +188,9 @@ def on_killed(turn: NodeTurn, event: ev.JobKilled) -> None:
         context = Context(job=event.job, incarnation=event.incarnation, members=(), place=Live())
     elif event.incarnation and event.incarnation != context.incarnation:
         return  # news of an older start
-    if isinstance(context.place, Lost) and not context.members:
+    if type(context.place) is Lost and not context.members:
         return
-    if isinstance(context.place, Leaving):
+    if type(context.place) is Leaving:
         count_eviction(turn, context.job, 0)
     _note_ends(turn, context, context.members)
     lose(turn, context, event.reason, members=False)
@@ -211,6 +211,6 @@ def on_forgotten(turn: NodeTurn, job: JobId) -> None:
 def forget_old_losses(turn: NodeTurn) -> None:
     if len(turn.holdings.contexts) <= LOST_KEPT:
         return
-    bare = [c.job for c in turn.holdings.contexts if isinstance(c.place, Lost) and not c.members]
+    bare = [c.job for c in turn.holdings.contexts if type(c.place) is Lost and not c.members]
     for job in bare[: max(0, len(bare) - LOST_KEPT)]:
         turn.remove(job)

@@ -80,7 +80,7 @@ def _next_move(turn: NodeTurn, op: Operation) -> bool:
 
 def _must_return(context: Context) -> bool:
     place = context.place
-    if isinstance(place, Live):
+    if type(place) is Live:
         return not place.whole
     return isinstance(place, Saved | Partly)
 
@@ -99,11 +99,11 @@ def _to_evict(held: Holdings, op: Operation, need: int, beside: list[Context]) -
 
 def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> None:
     held = turn.holdings
-    if isinstance(evictee.place, Lost):
+    if type(evictee.place) is Lost:
         return _evict_lost(turn, op, evictee, evictee.place)
     least = _part(held, op, evictee, need)
     kept, leaving = saved_bytes(held), least or evictee.bytes
-    if isinstance(evictee.place, Partly) and not least:
+    if type(evictee.place) is Partly and not least:
         leaving -= evictee.place.saved
     leaving = min(leaving, evictee.kept)
     if held.host_budget and kept + leaving > held.host_budget:
@@ -116,7 +116,7 @@ def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> None:
     turn.say(ReasonCode.EVICT, f"moving {evictee.job} out ({what}): {_why(held, op, evictee, need)}")
     place = evictee.place
     assert isinstance(place, Live | Partly)
-    touched = isinstance(place, Partly) or not place.whole
+    touched = type(place) is Partly or not place.whole
     return try_snapshot(turn, op.op, evictee, 1, touched=touched, least=least)
 
 
@@ -140,9 +140,9 @@ def _part(held: Holdings, op: Operation, evictee: Context, need: int) -> int:
     if not lack or evictee.job in op.freeze:
         return 0
     place = evictee.place
-    if not isinstance(place, Partly) and place != Live():
+    if type(place) is not Partly and place != Live():
         return 0
-    saved = place.saved if isinstance(place, Partly) else 0
+    saved = place.saved if type(place) is Partly else 0
     if evictee.job in op.evicted:
         lack = max(lack + lack * SPARE_PERCENT // 100 + MIB, saved // LEAST_AGAIN)
     return lack if lack < evictee.bytes - saved else 0
@@ -209,7 +209,7 @@ def _outcome(held: Holdings, op: Operation, context: Context | None, need: int) 
         parts.append(f"moved {op.job} in ({mib(op.bytes_in)})")
     elif context is None:
         parts.append(f"nothing of {op.job} is here to move in")
-    elif isinstance(context.place, Lost):
+    elif type(context.place) is Lost:
         parts.append(f"{op.job} starts afresh: its state was lost ({context.place.reason})")
     else:
         parts.append(f"{op.job} is already resident")

@@ -78,7 +78,7 @@ def lose(turn: NodeTurn, context: Context, reason: str, *, members: bool = True)
     """Nothing of the job can be restored any more. Its processes may still be there, and on the device."""
     turn.say(ReasonCode.LOST, f"the state of {context.job} is lost: {reason}")
     kept = context.members if members else ()
-    use = max(context.use, context.bytes) if isinstance(context.place, Returning) else context.use
+    use = max(context.use, context.bytes) if type(context.place) is Returning else context.use
     turn.move(context, Lost(reason), members=kept, use=use if kept else 0)
     turn.effects.append(fx.FreeBuffers(job=context.job, members=tuple(m.id for m in context.members)))
 

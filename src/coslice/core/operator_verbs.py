@@ -42,7 +42,7 @@ def forget(turn: Turn, job: JobId) -> None:
 def evict(turn: Turn, job: JobId, because: str, by: str) -> None:
     held, group = turn.group.occupancy, turn.group
     why = f"{by} took it away{f': {because}' if because else ''}"
-    if not (isinstance(held, Held) and held.job == job) and all(w.job != job for w in waiting(group)):
+    if not (type(held) is Held and held.job == job) and all(w.job != job for w in waiting(group)):
         raise Rejected(
             RefuseCode.NOT_HELD.value,
             f"{job} neither holds group {group.id} nor waits for it: there is nothing to take away",
@@ -52,7 +52,7 @@ def evict(turn: Turn, job: JobId, because: str, by: str) -> None:
     hint = "; it may ask again" if by == "an operator" else ""
     turn.say(ReasonCode.EVICTED, f"{job} gives way: {why}")
     turn.refuse(job, RefuseCode.FAILED, f"its place for group {group.id}: {why}{hint}")
-    if isinstance(held, Held) and held.job == job:
+    if type(held) is Held and held.job == job:
         lease.revoke(turn, held, why)
 
 
@@ -63,7 +63,7 @@ def delete(turn: Turn, because: str) -> None:
     turn.say(ReasonCode.DELETED, why)
     for waiter in waiting(turn.group):
         turn.refuse(waiter.job, RefuseCode.GROUP_GONE, f"{why}; ask for another group")
-    if isinstance(held, Held):
+    if type(held) is Held:
         lease.revoke(turn, held, why)
     turn.set(
         views=(),

@@ -55,7 +55,7 @@ def stalled(group: Group, now: float) -> Group:
     """After the loop stood still for long: every deadline that runs gets its full time from ``now``. None
     comes earlier than it was: after a take-over some are longer than the rules say."""
     rules, held = group.rules, group.occupancy
-    if isinstance(held, Held):
+    if type(held) is Held:
         again = (
             replace(h, confirm_by=now + rules.confirm_timeout) if h.confirm_by is not None else h
             for h in held.holders

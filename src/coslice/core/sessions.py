@@ -114,7 +114,7 @@ def _record_of(turn: Turn, session: SessionId) -> JobRecord | None:
 
 def _set_confirmation(turn: Turn, session: SessionId, confirm_by: float | None) -> None:
     held = turn.group.occupancy
-    if not isinstance(held, Held):
+    if type(held) is not Held:
         return
     holders = tuple(
         replace(h, confirm_by=confirm_by)

@@ -125,7 +125,7 @@ def rebegin(turn: Turn, swap: Swapping, why: str) -> None:
 def hang(turn: Turn, node: NodeId) -> Hung | None:
     """The command that a node of the running swap does not answer."""
     swap = turn.group.occupancy
-    if not isinstance(swap, Swapping):
+    if type(swap) is not Swapping:
         return None
     told = _make_resident(turn.group, swap, node)
     return Hung(op=told.op, node=node, job=told.job, epoch=told.epoch, need=told.need, freeze=told.freeze)
@@ -134,13 +134,13 @@ def hang(turn: Turn, node: NodeId) -> Hung | None:
 def commands(group: Group) -> tuple[fx.MakeResident, ...]:
     """What the nodes of a running swap were told. Harmless to repeat: each operation has a derived name."""
     swap = group.occupancy
-    return tuple(_make_resident(group, swap, n) for n in swap.pending) if isinstance(swap, Swapping) else ()
+    return tuple(_make_resident(group, swap, n) for n in swap.pending) if type(swap) is Swapping else ()
 
 
 def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
     _answered(turn, event)
     swap = turn.group.occupancy
-    if not isinstance(swap, Swapping) or not _is_pending(turn.group, swap, event.node, event.op):
+    if type(swap) is not Swapping or not _is_pending(turn.group, swap, event.node, event.op):
         turn.say(ReasonCode.STALE, f"{event.node} reports {event.op} done, which nobody waits for any more")
         return
     if _is_parked(turn.group, event.node, swap.incoming):
@@ -176,7 +176,7 @@ def finish_if_done(turn: Turn) -> None:
     """Every node has reported: the lease goes to whoever of the incoming job is still there."""
     fault_lost(turn)
     swap = turn.group.occupancy
-    if not isinstance(swap, Swapping) or swap.pending:
+    if type(swap) is not Swapping or swap.pending:
         return
     moved = swap.restored or swap.bytes_in or swap.bytes_out
     turn.set(occupancy=Resident(job=swap.incoming), swaps=turn.group.swaps + (1 if moved else 0))
@@ -216,11 +216,11 @@ def failed(turn: Turn, event: ev.OpFailed) -> None:
     """Find out whose fault it is. The group goes on in every case."""
     _answered(turn, event)
     swap = turn.group.occupancy
-    if isinstance(swap, Held) and event.op == op_id(turn.group.id, swap.epoch, event.node):
+    if type(swap) is Held and event.op == op_id(turn.group.id, swap.epoch, event.node):
         if event.culprit == swap.job:
             fault_job(turn, event.culprit, Fault(code=RefuseCode.JOB_FAULTED, reason=event.reason))
         return
-    if not isinstance(swap, Swapping) or not _is_pending(turn.group, swap, event.node, event.op):
+    if type(swap) is not Swapping or not _is_pending(turn.group, swap, event.node, event.op):
         turn.say(ReasonCode.STALE, f"{event.node} reports {event.op} failed, which nobody waits for any more")
         return
     if event.culprit == swap.incoming:
@@ -240,7 +240,7 @@ def fault_lost(turn: Turn) -> None:
     whose processes have ended is another matter: it does start afresh.
     """
     swap = turn.group.occupancy
-    if not turn.group.waiters and not isinstance(swap, Swapping):
+    if not turn.group.waiters and type(swap) is not Swapping:
         return
     lost, gone = [], ContextState.LOST
     for view in turn.group.views:
@@ -264,7 +264,7 @@ def fault_job(turn: Turn, job: JobId, fault: Fault) -> None:
     turn.say(ReasonCode.JOB_FAULTED, f"{job} is refused until it registers again: {fault.reason}")
     turn.refuse(job, fault.code, fault.reason)
     held = turn.group.occupancy
-    if isinstance(held, Held) and held.job == job:
+    if type(held) is Held and held.job == job:
         lease.revoke(turn, held, fault.reason)
 
 
@@ -280,11 +280,11 @@ def follow(turn: Turn, view: NodeView, *, attached: bool) -> None:
     comes back in the middle of a lease is made right under that lease; the holder is not stopped meanwhile.
     """
     swap, node = turn.group.occupancy, view.node
-    if isinstance(swap, Held):
+    if type(swap) is Held:
         if attached and needs_command(turn.group, view, swap.job, last=swap.job):
             _command(turn, swap, (node,))
         return
-    if not isinstance(swap, Swapping):
+    if type(swap) is not Swapping:
         return
     if node in swap.pending:
         if attached:
@@ -308,8 +308,8 @@ def review_rest(turn: Turn, *, was_there: bool) -> None:
     ``was_there``: the resident job's state had been seen on a device before the facts changed.
     """
     rest = turn.group.occupancy
-    if isinstance(rest, Empty) or (
-        isinstance(rest, Resident) and was_there and not is_on_device(turn.group, rest.job)
+    if type(rest) is Empty or (
+        type(rest) is Resident and was_there and not is_on_device(turn.group, rest.job)
     ):
         _rest(turn, prefer=None)
 
@@ -399,7 +399,7 @@ def _answered(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> None:
         return
     if event.facts is None:
         now = turn.group.occupancy
-        if isinstance(event, ev.OpFailed) or not isinstance(now, Swapping) or now.epoch != view.outstanding:
+        if type(event) is ev.OpFailed or type(now) is not Swapping or now.epoch != view.outstanding:
             return
         contexts = tuple(_assumed(c, now.incoming) for c in view.facts.contexts)
         view = replace(view, facts=replace(view.facts, contexts=contexts))
@@ -414,8 +414,8 @@ def _assumed(context: ContextFact, loaded: JobId) -> ContextFact:
 
 def _make_resident(group: Group, now: Swapping | Held, node: NodeId) -> fx.MakeResident:
     record = record_of(group, occupant(group) or JobId(""))
-    need = now.need if isinstance(now, Swapping) else record.need if record is not None else 0
-    job = now.incoming if isinstance(now, Swapping) else now.job
+    need = now.need if type(now) is Swapping else record.need if record is not None else 0
+    job = now.incoming if type(now) is Swapping else now.job
     return fx.MakeResident(
         op=op_id(group.id, now.epoch, node),
         node=node,

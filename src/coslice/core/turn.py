@@ -74,7 +74,7 @@ class Turn:
             return replace(waiter, asks=asks) if asks or frozen_lease(self.group, waiter.job) else None
 
         swap = self.group.occupancy
-        if isinstance(swap, Swapping) and swap.waiter is not None:
+        if type(swap) is Swapping and swap.waiter is not None:
             self.set(occupancy=replace(swap, waiter=rest(swap.waiter)))
         kept = [rest(w) for w in self.group.waiters]
         if taken:
@@ -92,7 +92,7 @@ class Turn:
     def put_lease(self, held: Held) -> None:
         """Store a changed lease where it is: held, or frozen."""
         on = self.group.occupancy
-        if isinstance(on, Held) and on.job == held.job:
+        if type(on) is Held and on.job == held.job:
             self.set(occupancy=held)
         else:
             self.set(frozen=tuple(held if f.job == held.job else f for f in self.group.frozen))
@@ -112,7 +112,7 @@ class Turn:
         else of the job asked for one."""
         self.thaw(job)
         on = self.group.occupancy
-        if isinstance(on, Swapping) and on.incoming == job and on.waiter is not None and not on.waiter.asks:
+        if type(on) is Swapping and on.incoming == job and on.waiter is not None and not on.waiter.asks:
             self.set(occupancy=replace(on, waiter=None))
         if any(w.job == job and not w.asks for w in self.group.waiters):
             self.set(waiters=tuple(w for w in self.group.waiters if w.job != job or w.asks))

@@ -47,7 +47,7 @@ class Lock:
 
     def waits_for(self, node: NodeId) -> bool:
         now = self.state.occupancy
-        return isinstance(now, Swapping) and node in now.pending
+        return type(now) is Swapping and node in now.pending
 
     def take(self, event: ev.GroupEvent) -> None:
         """Step, keep the new state, carry out what follows; in that order, as the driver does."""
@@ -64,23 +64,22 @@ class Lock:
         if engine.journal is not None:
             engine.journal.record(self.name, engine.now, event, taken, brief(after))
         if before.occupancy is not after.occupancy:
-            self._count_swap(isinstance(after.occupancy, Swapping))
+            self._count_swap(type(after.occupancy) is Swapping)
         for effect in taken.effects:
-            match effect:
-                case fx.Grant():
-                    engine.granted(self, effect)
-                case fx.MakeResident():
-                    node = self.nodes[effect.node]
-                    if node.attached:
-                        node.command(effect)
-                case fx.Refuse():
-                    engine.refused(effect)
-                case fx.LoseLease():
-                    engine.lost(self, effect)
-                case fx.AskYield() | fx.ForgetJob():
-                    pass
-                case _:
-                    assert_never(effect)
+            if type(effect) is fx.Grant:
+                engine.granted(self, effect)
+            elif type(effect) is fx.MakeResident:
+                node = self.nodes[effect.node]
+                if node.attached:
+                    node.command(effect)
+            elif type(effect) is fx.Refuse:
+                engine.refused(effect)
+            elif type(effect) is fx.LoseLease:
+                engine.lost(self, effect)
+            elif type(effect) is fx.AskYield or type(effect) is fx.ForgetJob:
+                pass
+            else:
+                assert_never(effect)
         self._arm()
         if engine.gate is not None:
             engine.gate.heard(self, event, taken)

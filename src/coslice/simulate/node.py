@@ -109,48 +109,45 @@ class Node:
             self.engine.later(due, self._wake, due)
 
     def _perform(self, effect: fx.NodeEffect) -> None:
-        match effect:
-            case fx.PushFacts():
-                if self.attached and self.state.running is None and not self._reports_now():
-                    self.lock.post(
-                        ev.NodeReported(at=self.engine.now, node=self.name, facts=facts(self.state))
-                    )
-            case fx.RunSnapshot() | fx.RunRestore():
-                self._move(effect)
-            case fx.ReportDone():
-                self._report(
-                    ev.OpSucceeded(
-                        at=self.engine.now,
-                        op=effect.op,
-                        node=self.name,
-                        restored=effect.restored,
-                        bytes_in=effect.bytes_in,
-                        bytes_out=effect.bytes_out,
-                        seconds=effect.seconds,
-                        reason=effect.reason,
-                        facts=facts(self.state),
-                    )
+        if type(effect) is fx.PushFacts:
+            if self.attached and self.state.running is None and not self._reports_now():
+                self.lock.post(ev.NodeReported(at=self.engine.now, node=self.name, facts=facts(self.state)))
+        elif type(effect) is fx.RunSnapshot or type(effect) is fx.RunRestore:
+            self._move(effect)
+        elif type(effect) is fx.ReportDone:
+            self._report(
+                ev.OpSucceeded(
+                    at=self.engine.now,
+                    op=effect.op,
+                    node=self.name,
+                    restored=effect.restored,
+                    bytes_in=effect.bytes_in,
+                    bytes_out=effect.bytes_out,
+                    seconds=effect.seconds,
+                    reason=effect.reason,
+                    facts=facts(self.state),
                 )
-            case fx.ReportFailed():
-                self._report(
-                    ev.OpFailed(
-                        at=self.engine.now,
-                        op=effect.op,
-                        node=self.name,
-                        culprit=effect.culprit,
-                        reason=effect.reason,
-                        stuck=effect.stuck,
-                        pid=effect.pid,
-                        facts=facts(self.state),
-                    )
+            )
+        elif type(effect) is fx.ReportFailed:
+            self._report(
+                ev.OpFailed(
+                    at=self.engine.now,
+                    op=effect.op,
+                    node=self.name,
+                    culprit=effect.culprit,
+                    reason=effect.reason,
+                    stuck=effect.stuck,
+                    pid=effect.pid,
+                    facts=facts(self.state),
                 )
-            case fx.KillJob():
-                self.engine.kill(effect.job)
-                self.hear(ev.JobKilled(at=self.engine.now, job=effect.job, reason=effect.reason))
-            case fx.FreeBuffers():
-                pass
-            case _:
-                assert_never(effect)
+            )
+        elif type(effect) is fx.KillJob:
+            self.engine.kill(effect.job)
+            self.hear(ev.JobKilled(at=self.engine.now, job=effect.job, reason=effect.reason))
+        elif type(effect) is fx.FreeBuffers:
+            pass
+        else:
+            assert_never(effect)
 
     def _reports_now(self) -> bool:
         """A report of this very instant brings the facts with it."""
@@ -160,7 +157,7 @@ class Node:
         context = core.find(self.state, effect.job)
         size = context.bytes if context is not None else 0
         cost = self.engine.cost
-        if isinstance(effect, fx.RunSnapshot):
+        if type(effect) is fx.RunSnapshot:
             seconds = cost.leaving(size)
             before = self._left[1] if self._left[0] == effect.op else 0.0
             self._left = (effect.op, before + seconds)

@@ -9,7 +9,7 @@ the oldest first.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, final
 
 from msgspec import Struct
 
@@ -46,11 +46,13 @@ class Waiter(Struct, frozen=True, gc=False, kw_only=True):
         return self.asks[0].phase if self.asks else ""
 
 
+@final
 class Choice(Struct, frozen=True, gc=False):
     waiter: Waiter
     reason: str
 
 
+@final
 class Reserve(Struct, frozen=True, gc=False, kw_only=True):
     """Nobody yet: the lock stays free for a job that is not in the queue, until ``until`` at the latest."""
 
