@@ -1,5 +1,6 @@
 """``Client`` against an orchestrator with behaviour: one session, counted re-entry, bounds, typed errors."""
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -212,13 +213,12 @@ class TestBounds:
     def test_an_interrupted_acquire_leaves_no_waiter(
         self, fake: FakeOrchestrator, client: coslice.Client
     ) -> None:
-        import _thread
-
         fake.take("a")
+        main = threading.get_ident()
 
         def interrupt() -> None:
             fake.until_waiting("a", 1)
-            _thread.interrupt_main()
+            signal.pthread_kill(main, signal.SIGINT)  # as ctrl-c: it also ends a wait
 
         thread = start(interrupt)
         with pytest.raises(KeyboardInterrupt):

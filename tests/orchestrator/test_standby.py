@@ -1,6 +1,7 @@
 """An orchestrator with a shared store, before it is elected."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -10,8 +11,9 @@ from orchestrator.world import World
 from coslice.errors import ConfigError
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import OrchestratorConfig
-from coslice.store import Seat
+from coslice.store import MemoryStore, Seat, Tenure
 from coslice.wire.leader import LEADER, LEADER_FOR_AGENTS, LEADER_ID, SILENT
+from coslice.wire.outgoing import Outgoing
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
@@ -61,6 +63,50 @@ async def test_who_found_the_leader_silent_is_answered_once_there_is_another(wor
         assert not call.done()
         hearsay.leader = Seat("new:1", id="new")
         assert dict(await call.trailing_metadata())[LEADER] == "new:1"  # type: ignore[misc, call-overload]
+
+
+async def test_who_waits_where_the_leader_is_elected_is_served_there(world: World) -> None:
+    app = await world.start(store=NOWHERE)
+    assert app._election is not None
+    await app._standing.stop()
+    seat = Seat("127.0.0.1:1", id="old")
+    app._election.hearsay.leader = seat
+    async with grpc.aio.insecure_channel(app.address) as channel:
+        stub: Any = rpc.OrchestratorStub(channel)
+        hello = pb.Hello(job="a", incarnation="1", session="s")
+        words = [pb.ClientMessage(hello=hello), pb.ClientMessage(goodbye=pb.Goodbye())]
+        call = stub.Session(iter(words), metadata=((SILENT, "old"),))
+        answers = asyncio.ensure_future(_all(call))
+        while not app._desk.waiting:  # noqa: ASYNC110  # who waits is announced to nobody
+            await asyncio.sleep(0.01)
+        await app._begin_term(Tenure(), MemoryStore())
+        app._election.hearsay.leader = Seat(app.address, id="new")
+        (welcome,) = await answers
+    assert welcome.welcome.orchestrator == app.instance
+
+
+async def _all(call: Any) -> list[pb.ServerMessage]:
+    return [message async for message in call]
+
+
+async def test_a_refusal_is_heard_by_one_who_has_much_to_say(world: World) -> None:
+    """In grpc.aio it may be lost where it crosses with a message, so it is tried often."""
+    app = await world.start(store=NOWHERE)
+    assert app._election is not None
+    await app._standing.stop()
+    app._election.hearsay.leader = Seat("leader:1", id="it")
+    async with grpc.aio.insecure_channel(app.address) as channel:
+        stub: Any = rpc.OrchestratorStub(channel)
+        for _ in range(50):
+            words: Outgoing[pb.ClientMessage] = Outgoing()
+            words.put(pb.ClientMessage(hello=pb.Hello()))
+            for number in range(5):
+                words.put(pb.ClientMessage(acquire=pb.Acquire(request=str(number))))
+            call = stub.Session(words)
+            with pytest.raises(grpc.aio.AioRpcError) as told:
+                await _all(call)
+            words.answered()
+            assert dict(told.value.trailing_metadata())[LEADER] == "leader:1"
 
 
 async def test_a_shared_store_is_not_reached_in_the_clear_unasked() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from store.etcd_server import EtcdServer
+from store.listener import Listener
 
 from coslice.errors import ConfigError
 from coslice.store import Seat, Store, Tenure, etcd, make_election
@@ -44,7 +45,8 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 @pytest.fixture
 def elect(stack: AsyncExitStack) -> Elect:
     def make(location: str, name: str, ttl: float = 5) -> EtcdElection:
-        election = make_election(location, seat=Seat(f"{name}:1"), ttl=ttl)
+        address = name if ":" in name else f"{name}:1"
+        election = make_election(location, seat=Seat(address), ttl=ttl)
         assert isinstance(election, EtcdElection)
         stack.push_async_callback(election.close)
         return election
@@ -185,6 +187,22 @@ async def test_of_one_who_was_deposed_every_write_is_refused(
     with pytest.raises(Deposed):
         await store.save("key", b"later", expect=version)
     assert await successor.load() == {"key": (b"a", version)}
+    for opened in (store, successor):
+        await opened.close()
+
+
+async def test_of_a_process_that_is_gone_the_lease_is_not_waited_for(
+    etcd_location: str, elect: Elect
+) -> None:
+    async with Listener() as process:
+        a, b = elect(etcd_location, process.address, ttl=BOUND), elect(etcd_location, "b")
+        _, store = await lead(a)
+        waiting = asyncio.ensure_future(lead(b))
+        await process.visited.wait()
+    async with asyncio.timeout(BOUND / 2):  # its lease lives for BOUND
+        _, successor = await waiting
+        with pytest.raises(Deposed):  # should it write all the same
+            await store.save("key", b"late", expect=0)
     for opened in (store, successor):
         await opened.close()
 

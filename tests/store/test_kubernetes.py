@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from store.listener import Listener
 
 from coslice.errors import ConfigError
 from coslice.store import Seat, Store, Tenure, make_election
@@ -39,7 +40,8 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 @pytest.fixture
 def elect(api: FakeKubernetes, stack: AsyncExitStack) -> Elect:
     def make(name: str, ttl: float = 60) -> LeaseElection:
-        election = make_election(f"kubernetes://here/t?api={api.url}", seat=Seat(f"{name}:1"), ttl=ttl)
+        address = name if ":" in name else f"{name}:1"
+        election = make_election(f"kubernetes://here/t?api={api.url}", seat=Seat(address), ttl=ttl)
         assert isinstance(election, LeaseElection)
         stack.push_async_callback(election.close)
         return election
@@ -302,6 +304,24 @@ async def test_a_silent_leader_is_succeeded_over_gaps_in_the_watch(api: FakeKube
     async with asyncio.timeout(BOUND):
         second, _ = await waiting
     assert second.term == first.term + 1
+
+
+async def test_of_a_process_that_is_gone_the_lease_is_not_waited_for(
+    api: FakeKubernetes, elect: Elect
+) -> None:
+    async with Listener() as process:
+        a, b = elect(process.address), elect("b")
+        first, store = await lead(a)
+        sleep(a)
+        waiting = asyncio.ensure_future(lead(b))
+        await process.visited.wait()
+    async with asyncio.timeout(BOUND / 2):  # its lease lives for BOUND
+        second, successor = await waiting
+    assert second.term == first.term + 1
+    with pytest.raises(Deposed):  # should it write all the same
+        await store.save("key", b"late", expect=0)
+    for opened in (store, successor):
+        await opened.close()
 
 
 async def test_bookmarks_do_not_stand_for_the_lease(api: FakeKubernetes, elect: Elect) -> None:

@@ -10,7 +10,7 @@ commands it has no answer to.
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
@@ -20,6 +20,7 @@ from coslice.errors import ConfigError
 from coslice.security.credentials import PLAIN, Credentials
 from coslice.wire.cancelled import raise_if_cancelled
 from coslice.wire.leader import LEADER_FOR_AGENTS, Dial
+from coslice.wire.outgoing import Outgoing
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
@@ -57,7 +58,7 @@ class Link:
         self._dial = Dial(address, encrypted=credentials.encrypted, key=LEADER_FOR_AGENTS)
         self._credentials = credentials
         self._hello, self._command = hello, command
-        self._outbox: asyncio.Queue[pb.AgentMessage] | None = None
+        self._outbox: Outgoing[pb.AgentMessage] | None = None
         self.attached = asyncio.Event()
         self.orchestrator = ""
         """Its instance id, from the last welcome."""
@@ -93,7 +94,7 @@ class Link:
 
     def send(self, message: pb.AgentMessage) -> None:
         if self._outbox is not None:
-            self._outbox.put_nowait(message)
+            self._outbox.put(message)
 
     def renew(self) -> None:
         """Say hello again: what this node serves has changed."""
@@ -148,22 +149,21 @@ class Link:
     async def _attach(self, stub: "rpc.OrchestratorAsyncStub") -> tuple[bool, Iterable[Any] | None]:
         """One stream from hello to its end; True if the orchestrator took us. With what it said of the
         leader."""
-        outbox: asyncio.Queue[pb.AgentMessage] = asyncio.Queue()
+        outbox: Outgoing[pb.AgentMessage] = Outgoing()
         self._outbox = outbox
-        outbox.put_nowait(
-            pb.AgentMessage(hello=self._hello())
-        )  # what follows from later states comes after it
+        outbox.put(pb.AgentMessage(hello=self._hello()))  # what follows from later states comes after it
         try:
             metadata = self._credentials.metadata(self.address) + self._dial.metadata
         except ConfigError as error:
             log.warning("cannot show a token to the orchestrator: %s", error)
             self._outbox = None
             return False, None
-        call = self._call = stub.Attach(_Messages(outbox), metadata=metadata)
+        call = self._call = stub.Attach(outbox, metadata=metadata)
         welcomed = False
         trailers: Iterable[Any] | None = None
         try:
             async for command in call:
+                outbox.answered()
                 if command.HasField("welcome"):
                     welcomed = True
                     self._welcome(command.welcome)
@@ -207,16 +207,3 @@ async def _answers(channel: grpc.aio.Channel) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-class _Messages:
-    """No generator: gRPC drops its iterator when a call ends, and one that waits cannot be closed."""
-
-    def __init__(self, outbox: "asyncio.Queue[pb.AgentMessage]") -> None:
-        self._outbox = outbox
-
-    def __aiter__(self) -> AsyncIterator[pb.AgentMessage]:
-        return self
-
-    async def __anext__(self) -> pb.AgentMessage:
-        return await self._outbox.get()

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 
 import grpc
 import grpc.aio
@@ -33,6 +33,7 @@ from coslice.client.types import Status
 from coslice.errors import ConfigError
 from coslice.wire.cancelled import raise_if_cancelled
 from coslice.wire.leader import Dial, addresses_of
+from coslice.wire.outgoing import Outgoing
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
@@ -43,7 +44,7 @@ class AioLink:
         self._address, self._credentials = config.address, config.credentials
         self._dial = Dial(config.address, encrypted=config.credentials.encrypted)
         self._session = Session(hello_of(config), address=config.address)
-        self._outbox: asyncio.Queue[pb.ClientMessage | None] | None = None
+        self._outbox: Outgoing[pb.ClientMessage] | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
@@ -125,13 +126,13 @@ class AioLink:
         self._session.goodbye()
         self._flush()
         if self._outbox is not None:
-            self._outbox.put_nowait(None)
+            self._outbox.end()
 
     def _flush(self) -> None:
         outgoing, self._session.outgoing = self._session.outgoing, []
         if self._outbox is not None:
             for message in outgoing:
-                self._outbox.put_nowait(message)
+                self._outbox.put(message)
 
     def _run(self) -> None:
         if (self._task is None or self._task.done()) and not self._closing.is_set():
@@ -165,7 +166,7 @@ class AioLink:
         trouble, welcomed = "the orchestrator ended the stream", False
         trailers: Trailers = None
         address = self._dial.address
-        outbox: asyncio.Queue[pb.ClientMessage | None] = asyncio.Queue()
+        outbox: Outgoing[pb.ClientMessage] = Outgoing()
         try:
             metadata = self._credentials.metadata(address) + self._dial.metadata
             dialled = self._credentials.aio_channel(address, OPTIONS)
@@ -173,12 +174,13 @@ class AioLink:
             self._session.closed(now=time.monotonic(), trouble=str(error))
             return False, None
         async with dialled as channel:
-            call = pb_grpc.OrchestratorStub(channel).Session(_Messages(outbox), metadata=metadata)
+            call = pb_grpc.OrchestratorStub(channel).Session(outbox, metadata=metadata)
             self._outbox = outbox
             self._session.opened()
             self._flush()
             try:
                 async for message in call:
+                    outbox.answered()
                     self._session.received(message)
                     self._flush()
                     welcomed = welcomed or self._session.welcomed
@@ -189,7 +191,8 @@ class AioLink:
             finally:
                 self._outbox = None
                 self._session.closed(now=time.monotonic(), trouble=trouble)
-                outbox.put_nowait(None)  # what gRPC still waits for
+                outbox.end()  # what gRPC still waits for
+                outbox.answered()
                 call.cancel()
         return welcomed, trailers
 
@@ -207,22 +210,6 @@ class AioLink:
             ):
                 async for _ in pb_grpc.OrchestratorStub(channel).Session(iter(words), metadata=metadata):
                     pass
-
-
-class _Messages:
-    """Until None. No generator: gRPC drops its iterator when a call ends, and one that waits cannot be
-    closed."""
-
-    def __init__(self, outbox: asyncio.Queue[pb.ClientMessage | None]) -> None:
-        self._outbox = outbox
-
-    def __aiter__(self) -> AsyncIterator[pb.ClientMessage]:
-        return self
-
-    async def __anext__(self) -> pb.ClientMessage:
-        if (message := await self._outbox.get()) is None:
-            raise StopAsyncIteration
-        return message
 
 
 _Key = tuple[str | None, str, str, int]

@@ -37,7 +37,7 @@ from coslice.orchestrator.admission import Admissions
 from coslice.orchestrator.admission_store import AdmissionStore
 from coslice.orchestrator.agents import Agents
 from coslice.orchestrator.config import OrchestratorConfig, agents_address, check
-from coslice.orchestrator.desk import Desk
+from coslice.orchestrator.desk import Desk, Stream
 from coslice.orchestrator.groups import Groups
 from coslice.orchestrator.job_meter import OF_JOBS
 from coslice.orchestrator.live import Live, Term
@@ -76,6 +76,10 @@ RULES = {
     f"/{SERVICE}/WatchStatus": access.ANY,
     f"/{SERVICE}/Explain": access.ANY,
 }
+STREAMS = (
+    Stream(f"/{SERVICE}/Session", pb.ClientMessage.FromString, pb.ServerMessage.SerializeToString),
+    Stream(f"/{SERVICE}/Attach", pb.AgentMessage.FromString, pb.AgentCommand.SerializeToString),
+)
 MAX_TEXT = 4096
 _STOPPING = End(grpc.StatusCode.UNAVAILABLE, "the orchestrator is stopping; connect again")
 
@@ -129,7 +133,7 @@ class OrchestratorApp:
         """Of the present term."""
         self._standing = Supervisor("election")
         self._election: Election | None = None
-        self._desk = Desk((SERVICE, UPSTREAM))
+        self._desk = Desk((SERVICE, UPSTREAM), STREAMS)
         self._health: HealthServicer | None = None
         self._term = AsyncExitStack()
         self._open = AsyncExitStack()

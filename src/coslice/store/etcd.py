@@ -74,11 +74,14 @@ class EtcdStore:
         """Transactions so far; each may have saved many values."""
         self._queue: deque[_Write] = deque()
         self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._writer: asyncio.Task[None] | None = None
         self._closed = False
 
     async def load(self) -> Entries:
         self._check_open()
+        await self._idle.wait()  # what was accepted is done, though its caller may be gone
         while True:
             with suppress(_Compacted):
                 found = await self._read_all()
@@ -109,6 +112,7 @@ class EtcdStore:
         if self._writer is None:
             raise StoreError("the store is not open: call load() first")
         self._queue.append(write)
+        self._idle.clear()
         self._wake.set()
         return write.future
 
@@ -168,7 +172,9 @@ class EtcdStore:
                 except BaseException:
                     for write in (*batch, *self._queue):
                         write.give(StoreError("the store was stopped"))
+                    self._idle.set()
                     raise
+            self._idle.set()
             if self._closed:
                 return
 

@@ -3,8 +3,9 @@ lease lives.
 
 Every candidate keeps a lease from the start, under which it also says that it stands by. The lease is renewed
 every third of its time to live; when no renewal has come through for a whole one, counted from when it was
-*sent*, the tenure ends by our own clock too, before etcd can have given the lead to another. What makes a
-late write harmless is not that clock: each transaction of the store compares the leader key.
+*sent*, the tenure ends by our own clock too, before etcd can have given the lead to another. Whoever stands
+by ends the lease of a leader whose process it knows to be gone (``presence``). What makes a late write
+harmless is no clock and no such knowledge: each transaction of the store compares the leader key.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from coslice.store.election import Hearsay, Seat, Tenure
 from coslice.store.etcd import EtcdStore
 from coslice.store.etcd_api import EtcdApi, Json, NoAnswer, after_prefix, decoded, encoded
 from coslice.store.etcd_location import EtcdLocation
+from coslice.store.presence import first_of, process_gone
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -181,9 +183,11 @@ class EtcdElection:
                 continue
             if str(kvs[0].get("lease", 0)) == lease.id:  # an answer was lost
                 return int(kvs[0]["create_revision"])
-            self.hearsay.leader = _seat(kvs[0])
-            await self._vacant(revision + 1)
+            self.hearsay.leader = seat = _seat(kvs[0])
+            gone = seat is not None and await first_of(self._vacant(revision + 1), _gone(seat))
             self.hearsay.leader = None
+            if gone:
+                await self._unseat(str(kvs[0]["lease"]))
 
     def _claim(self, lease: _Lease) -> Json:
         key = encoded(self._key)
@@ -193,23 +197,35 @@ class EtcdElection:
             "failure": [{"request_range": {"key": key}}],
         }
 
-    async def _vacant(self, revision: int) -> None:
-        """Returns once the key was deleted, or it is unknown whether it was: the watch broke, its revision
-        was compacted away, or it moved to another member. Then the caller looks again."""
+    async def _unseat(self, lease: str) -> None:
+        """Of a process that is gone. If it is not, it hears of it when it renews its lease."""
+        log.warning("nobody listens any more where the leader did: its lease is ended")
+        with contextlib.suppress(StoreError):  # another was faster, or it runs out by itself
+            await self._api.call("lease/revoke", {"ID": lease}, timeout=2.0)
+
+    async def _vacant(self, revision: int) -> bool:
+        """Returns, False, once the key was deleted, or it is unknown whether it was: the watch broke, its
+        revision was compacted away, or it moved to another member. Then the caller looks again."""
         began = asyncio.get_running_loop().time()
         create = {"key": encoded(self._key), "start_revision": str(revision), "filters": ["NOPUT"]}
         async with contextlib.aclosing(self._api.watch(create)) as messages:
             async for message in messages:
                 if message.get("canceled") or message.get("events"):
-                    return
+                    return False
         if (
             asyncio.get_running_loop().time() - began < _AGAIN_S
         ):  # a watch that breaks at once, again and again
             await asyncio.sleep(_AGAIN_S * random.uniform(0.5, 1.0))
+        return False
 
 
 class _LeaseOver(Exception):
     pass
+
+
+async def _gone(seat: Seat) -> bool:
+    await process_gone(seat.address)
+    return True
 
 
 def _silence(lease: _Lease) -> str:

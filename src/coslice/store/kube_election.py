@@ -3,9 +3,10 @@
 The same rules as client-go's leader election: a candidate takes the Lease when the record it saw has not
 changed for the whole lease duration *by its own clock* (nobody's clocks are compared), and every change is
 made at the resourceVersion that was seen. A leader that could renew nothing for that long, counted from when
-it asked, stops by itself. Clocks only decide when; that an old leader changes nothing is the store's doing
-(``kubernetes``). ``leaseTransitions`` is the term. Two annotations are ours: where the leader is dialled, and
-the last term that was taken over completely.
+it asked, stops by itself. A candidate that knows the leader's process to be gone (``presence``) does not
+wait. All this decides only when; that an old leader changes nothing is the store's doing (``kubernetes``).
+``leaseTransitions`` is the term. Two annotations are ours: where the leader is dialled, and the last term
+that was taken over completely.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from coslice.store.election import Deposed, Hearsay, Seat, Tenure
 from coslice.store.kube_api import LEASES, Expired, Json, KubeApi, Missing, NoAnswer, Stale
 from coslice.store.kube_location import KubeLocation
 from coslice.store.kubernetes import KubernetesStore
+from coslice.store.presence import first_of, process_gone
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +176,7 @@ class LeaseElection:
         holder = there["spec"].get("holderIdentity", "")
         if holder and holder != self._me:
             self.hearsay.leader = _seat(there)
-            last = await self._wait(there)
+            last = await first_of(self._wait(there), self._gone(there))
             if last is None:
                 return None
             there = last
@@ -184,7 +186,7 @@ class LeaseElection:
 
     async def _wait(self, seen: Json) -> Json | None:
         """Until the Lease is given up, or was not renewed for its whole time: then as it was last seen. None:
-        it is gone."""
+        it is gone, or another's."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _duration(seen)
         version = seen["metadata"]["resourceVersion"]
@@ -200,6 +202,8 @@ class LeaseElection:
                             version = event["object"]["metadata"]["resourceVersion"]
                             if event["type"] == "BOOKMARK":
                                 continue
+                            if _taken_by_another(event["object"], seen):
+                                return None
                             if _record(event["object"]) != _record(seen):
                                 deadline = loop.time() + _duration(event["object"])
                                 limit.reschedule(deadline)
@@ -213,6 +217,8 @@ class LeaseElection:
                 Expired
             ):  # what happened since is forgotten. A record that did not change keeps its deadline
                 there = await self._api.get(LEASES, self._name)
+                if _taken_by_another(there, seen):
+                    return None
                 if _record(there) != _record(seen):
                     deadline = loop.time() + _duration(there)
                 seen, self.hearsay.leader = there, _seat(there)
@@ -221,6 +227,14 @@ class LeaseElection:
                 pause = min(_AGAIN_S, max(0.0, deadline - loop.time()))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         return seen
+
+    async def _gone(self, seen: Json) -> Json | None:
+        """As ``_wait``, once the process that leads is known to be gone."""
+        seat = _seat(seen)
+        await process_gone(seat.address if seat is not None else "")
+        log.warning("nobody listens any more where the leader did: its lease is taken")
+        there = await self._api.get(LEASES, self._name)
+        return None if _taken_by_another(there, seen) else there
 
     def _claim(self, there: Json | None) -> Json:
         """The Lease as ours. Its term is above every earlier one."""
@@ -270,6 +284,11 @@ def _record(lease: Json) -> tuple[object, ...]:
     """What a renewal changes."""
     spec = lease["spec"]
     return spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions")
+
+
+def _taken_by_another(lease: Json, seen: Json) -> bool:
+    holder = lease["spec"].get("holderIdentity")
+    return bool(holder) and holder != seen["spec"].get("holderIdentity")
 
 
 def _seat(lease: Json) -> Seat | None:
