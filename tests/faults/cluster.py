@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from forked import Forked
 
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
@@ -32,16 +33,22 @@ class Process:
     """A child whose JSON lines are read in the background; ``facts`` is the first of them."""
 
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
+        """``command``: of a script in this folder, or of ``coslice``."""
         self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        variables = ENVIRONMENT | environment
+        self.process: Forked | subprocess.Popen[str]
         with log.open("a") as stderr:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=ENVIRONMENT | environment,
-            )
+            if command[0].endswith(".py"):
+                self.process = Forked(HERE / command[0], *command[1:], env=variables, stderr=stderr)
+            else:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                    env=variables,
+                )
         self.log, self.pid = log, self.process.pid
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -142,7 +149,7 @@ class Cluster:
         listen = self.address or "127.0.0.1:0"
         if settings:
             config = {"listen": listen, "store": str(self.folder / "orchestrator.db"), **settings}
-            command = [sys.executable, str(HERE / "serve.py"), "orchestrator", json.dumps(config)]
+            command = ["serve.py", "orchestrator", json.dumps(config)]
         else:
             command = [*COSLICE, "orchestrator", "--json", "--listen", listen, "--state", str(self.folder)]
         process = self._start(Process, "orchestrator", command)
@@ -164,7 +171,7 @@ class Cluster:
                 "runtime_dir": str(folder / "run"),
                 **settings,
             }
-            command = [sys.executable, str(HERE / "serve.py"), "agent", json.dumps(config)]
+            command = ["serve.py", "agent", json.dumps(config)]
         else:
             command = [*COSLICE, "agent", "--json", "--node", node, "--group", group, "--device", "host"]
             command += ["--memory", "64MiB", "--host-memory", "512MiB", "--state", str(folder)]
@@ -176,7 +183,7 @@ class Cluster:
 
     def job(self, name: str, *flags: str, group: str = "pool", node: str = "n1", mib: int = 0) -> Job:
         """With ``mib`` it has that much torch state; without it only the lock concerns it."""
-        command = [sys.executable, str(HERE / "job.py"), *flags]
+        command = ["job.py", *flags]
         environment = {"COSLICE_JOB": name, "COSLICE_GROUP": group, "COSLICE_ORCHESTRATOR": self.address}
         environment["COSLICE_INCARNATION"] = f"{name}-{len(self._processes)}"
         if mib:

@@ -7,13 +7,12 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 
 import grpc
-from faults.cluster import BOUND, HERE, Process
+from faults.cluster import BOUND, Process
 
 from coslice.client.aio import AsyncClient
 from coslice.testing.fake_agent import FakeAgent
@@ -30,7 +29,7 @@ class Orchestrators:
 
     def start(self, listen: str = "127.0.0.1:0") -> str:
         config = {"listen": listen, "store": self._store, "leader_ttl": self._ttl, **self._settings}
-        command = [sys.executable, str(HERE / "serve.py"), "orchestrator", json.dumps(config)]
+        command = ["serve.py", "orchestrator", json.dumps(config)]
         process = Process(command, self.folder / f"orchestrator-{len(self.processes)}.log")
         address = str(process.hear()["orchestrator"])
         self.processes[address] = process

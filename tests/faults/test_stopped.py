@@ -31,7 +31,7 @@ def test_rb1_a_stopped_holder_loses_the_lock_and_its_late_yield_is_fenced(cluste
 def test_rb1_a_stopped_holder_with_state_on_the_device_gives_way(cluster: Cluster) -> None:
     """RB1: a stopped process cannot move its state; after the agent's grace it is killed, B runs."""
     cluster.orchestrator(**SHORT)
-    cluster.agent(move_timeout=5.0, section_wait=0.5, retries=1, stuck_grace=0.0)
+    cluster.agent(move_timeout=5.0, section_wait=0.5, retries=0, stuck_grace=0.0)
     a, b = cluster.job("job-a", mib=40), cluster.job("job-b", mib=40)
     a.acquire()
     b.tell("acquire")
