@@ -8,7 +8,6 @@ nothing: that is ``coslice.admission``."""
 import asyncio
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping
 
 from msgspec.structs import replace
@@ -27,10 +26,10 @@ from coslice.orchestrator.groups import GroupLock
 from coslice.orchestrator.sessions import GivenUp, Session
 from coslice.profile.model import Pool, Profile
 from coslice.runtime.clock import Clock
+from coslice.threads import computing
 from coslice.wire.v1 import coslice_pb2 as pb
 
 log = logging.getLogger(__name__)
-SWITCH_S = 0.0005
 LOUD = frozenset({Code.REFUSED, Code.WARNED, Code.QUEUED, Code.EVICTED, Code.REORDERED})
 
 
@@ -348,14 +347,9 @@ class Admissions:
 
 
 def _arrange(question: Question) -> Plan:
-    """In a thread of its own. Python lets a thread that computes keep the interpreter for 5 ms at a time,
-    which is more than a hand-over takes: less, as long as this lasts."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_S)
-    try:
+    """In a thread of its own."""
+    with computing():
         return arrange(question)
-    finally:
-        sys.setswitchinterval(before)
 
 
 def pool_for(profile: Profile | None, group: str) -> Pool | None:

