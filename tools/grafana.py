@@ -33,8 +33,8 @@ def rate(metric: str, by: str = "group") -> Query:
     return f"sum by ({by}) (rate({metric}{GROUP}{RATE}))", legend(by)
 
 
-def quantile(share: float, metric: str, by: str = "group") -> Query:
-    buckets = f"sum by (le, {by}) (rate({metric}_bucket{GROUP}{RATE}))"
+def quantile(share: float, metric: str, by: str = "group", *, of: str = GROUP) -> Query:
+    buckets = f"sum by (le, {by}) (rate({metric}_bucket{of}{RATE}))"
     return f"histogram_quantile({share}, {buckets})", legend(by, f" p{share * 100:.0f}")
 
 
@@ -74,6 +74,24 @@ TIMES = (
     Panel("Acquire wait", SECONDS, "From a request to its grant.", both("coslice_acquire_wait_seconds")),
     Panel("Hold", SECONDS, "How long leases are held.", both("coslice_hold_seconds")),
     Panel("Swap", SECONDS, "Where nodes had to be asked.", both("coslice_swap_seconds")),
+    Panel(
+        "Hand-over, all groups",
+        SECONDS,
+        "From the yield's arrival to the grant on its stream.",
+        (quantile(0.99, "coslice_handover_seconds", "instance", of=""),),
+    ),
+    Panel(
+        "Orchestrator's turns",
+        SECONDS,
+        "Its share at each end of a hand-over.",
+        (quantile(0.99, "coslice_turn_seconds", "said", of=""),),
+    ),
+    Panel(
+        "Event loops late",
+        SECONDS,
+        "Of each process: long means too little CPU.",
+        (quantile(0.99, "coslice_loop_lag_seconds", "instance", of=""),),
+    ),
 )
 JOB = "group, job_id"
 JOBS = (

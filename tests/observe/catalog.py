@@ -5,12 +5,14 @@ PYTHONPATH=src:tests python -m observe.catalog
 
 from coslice.agent import metrics as agent
 from coslice.observe.board import INFO
+from coslice.observe.lag import LAG
 from coslice.observe.metric import Metric
 from coslice.orchestrator import job_meter
 from coslice.orchestrator import metrics as orchestrator
 
 ALL: tuple[Metric, ...] = (
     INFO,
+    LAG,
     *orchestrator.OF_PROCESS,
     *orchestrator.OF_GROUPS,
     *orchestrator.HISTOGRAMS,

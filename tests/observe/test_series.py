@@ -19,6 +19,8 @@ from coslice.orchestrator.metrics import Meter, Pushed
 
 NODE = NodeId("n0")
 FIFO = policy_named("fifo")
+FIXED = (metrics.HANDOVER.name, metrics.TURN.name)
+"""One set of series for the whole process, whatever happens."""
 
 
 class Lock:
@@ -27,13 +29,13 @@ class Lock:
     def __init__(self, name: str, pushed: Pushed) -> None:
         self.state: Group = core.new_group(GroupId(name), nodes=[NODE])
         self.meter = Meter(GroupId(name), self.state, pushed)
-        self.now = 0.0
+        self.now = self.took = 0.0
         self.hear(ev.NodeAttached(at=0.0, node=NODE, epoch=Epoch(0), facts=ev.NodeFacts()))
 
     def hear(self, event: ev.GroupEvent) -> None:
         step = core.step(self.state, event, FIFO)
         self.state = step.state
-        self.meter.heard(event, step)
+        self.meter.heard(event, step, event.at + self.took)
         for effect in step.effects:
             if isinstance(effect, MakeResident):
                 self.hear(ev.OpSucceeded(at=self.now, op=effect.op, node=NODE, restored=True))
@@ -85,7 +87,7 @@ class Scraped:
     def series(self) -> int:
         self._readings.take()
         families = (*self._readings.collect(), *self._registry.collect())
-        return sum(len(family.samples) for family in families)
+        return sum(len(family.samples) for family in families if family.name not in FIXED)
 
 
 def test_ten_thousand_short_jobs_leave_no_series_behind() -> None:
@@ -224,3 +226,23 @@ def test_a_repeated_request_is_not_a_second_grant() -> None:
     for at in (2.0, 3.0):
         lock.hear(replace(asked, at=at))
     assert registry.get_sample_value("coslice_acquire_wait_seconds_count", {"group": "train"}) == 1
+
+
+def test_a_hand_over_is_timed_from_its_yield_to_what_its_grant_is_saved_at() -> None:
+    registry = CollectorRegistry()
+    lock = Lock("train", Pushed(registry))
+
+    def timed() -> tuple[float | None, float | None]:
+        return tuple(
+            registry.get_sample_value(f"coslice_handover_seconds_{each}") for each in ("count", "sum")
+        )
+
+    lock.ask("a", at=1.0)
+    lock.give("a", at=2.0)
+    assert timed() == (0, 0), "nobody waited"
+    lock.ask("a", at=3.0)
+    lock.ask("b", at=4.0)
+    lock.took = 0.25
+    lock.give("a", at=5.0)
+    assert timed() == (1, 0.25)
+    assert registry.get_sample_value("coslice_turn_seconds_sum", {"said": "yield"}) == 0.25

@@ -1,7 +1,14 @@
 """``coslice bench scale``: one orchestrator process, thousands of groups, and a connection for every job.
 
-The orchestrator is real, with SQLite FULL and its journal, and alone in its process; what loads it runs in
-others (``bench_scale_load``), whose processor time is not counted. Keepalives are 30 s on both sides.
+The orchestrator is real, with SQLite FULL, its journal and its metrics, which are scraped meanwhile, and
+alone in its process; what loads it runs in others (``bench_scale_load``), whose processor time is not
+counted. Keepalives are 30 s on both sides.
+
+Hand-overs are timed twice: by the load, from a yield to the next job's grant (``handoff_ms``), and by the
+orchestrator's own histograms (``server_ms``), from the yield's arrival to the grant on its stream. How late
+the load itself came to what was due is told beside (``load_lag_ms``), and the hand-overs during which its
+process was not late (``handoff_in_time_ms``). Measured is a steady state: all have asked, and every lock has
+been passed on once.
 """
 
 import json
@@ -21,6 +28,7 @@ from rich.table import Table
 
 from coslice.cli.bench import _stop, _summary
 from coslice.cli.bench_scale_load import KEEPALIVE_S
+from coslice.cli.bench_scale_server import Scraper
 from coslice.cli.rpc import orchestrator
 from coslice.errors import OperationFailed
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -30,6 +38,8 @@ PER_LOAD = 250
 PER_NODE = 50
 GRACE_S = 10
 IDLE_S = 20.0
+SCRAPE_S = 15.0
+"""Between two scrapes of the orchestrator, as Prometheus would."""
 console = Console(highlight=False)
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -77,7 +87,7 @@ def bench_scale(*, groups: int, jobs: int, rate: float, seconds: float, out: Pat
         raise OperationFailed(f"{jobs} jobs in {groups} groups: a hand-over needs two jobs in each")
     with tempfile.TemporaryDirectory(prefix="coslice-scale-") as folder, ExitStack() as stack:
         per_load = min(PER_LOAD, max(1, groups // 3))
-        server, address = _serve(stack, Path(folder), groups, jobs)
+        server, address, http = _serve(stack, Path(folder), groups, jobs)
         loaders = []
         for first in range(0, groups, per_load):
             loaders.append(Loader(address, first, min(per_load, groups - first), each))
@@ -85,19 +95,27 @@ def bench_scale(*, groups: int, jobs: int, rate: float, seconds: float, out: Pat
         began = time.monotonic()
         connected = sum(a["jobs"] for a in _all(loaders, "connect"))
         console.print(f"{connected:,} jobs are connected after {time.monotonic() - began:.0f} s")
+        began = time.monotonic()
+        _all(loaders, "ask")
+        console.print(f"all of them have asked after {time.monotonic() - began:.0f} s")
         idle = _idle(server)
         period = groups / rate
+        _run(loaders, period, period, groups)  # every lock once: what is new then is new only once
+        scraper = stack.enter_context(Scraper(f"{http}/metrics", SCRAPE_S))
         before, wall = _cpu(server), time.monotonic()
-        for number, loader in enumerate(loaders):
-            loader.tell("run", seconds=seconds, period=period, offset=number * period / groups)
-        ran = [loader.answer() for loader in loaders]
+        ran = _run(loaders, seconds, period, groups)
         busy = (_cpu(server) - before) / (time.monotonic() - wall)
+        server_ms = scraper.end()
         rss = _rss(server)
         figures: dict[str, Any] = {
             "groups": groups,
             "jobs": connected,
             "rate": rate,
             "handoff_ms": _summary([took for one in ran for took in one["took"]]),
+            "handoff_in_time_ms": _summary([took for one in ran for took in one["took_in_time"]]),
+            "load_lag_ms": _summary([late for one in ran for late in one["lag"]]),
+            "server_ms": server_ms,
+            "scrape_ms": scraper.took,
             "missed": sum(one["missed"] for one in ran),
             "troubles": [trouble for one in ran for trouble in one["troubles"]],
             "busy_cpu_pct": round(100 * busy, 1),
@@ -118,6 +136,13 @@ def _all(loaders: Sequence[Loader], do: str) -> list[dict[str, Any]]:
     return [loader.answer() for loader in loaders]
 
 
+def _run(loaders: Sequence[Loader], seconds: float, period: float, groups: int) -> list[dict[str, Any]]:
+    begin = time.monotonic() + 0.5  # all of them have heard of it by then
+    for number, loader in enumerate(loaders):
+        loader.tell("run", begin=begin, seconds=seconds, period=period, offset=number * period / groups)
+    return [loader.answer() for loader in loaders]
+
+
 def _detection(address: str, loaders: Sequence[Loader]) -> dict[str, float]:
     """After how long the lease of a holder ends whose process was killed, and of one that fell silent."""
     found = {}
@@ -132,7 +157,8 @@ def _detection(address: str, loaders: Sequence[Loader]) -> dict[str, float]:
     return found
 
 
-def _serve(stack: ExitStack, state: Path, groups: int, jobs: int) -> tuple[int, str]:
+def _serve(stack: ExitStack, state: Path, groups: int, jobs: int) -> tuple[int, str, str]:
+    """Its process, its address, and that of its pages."""
     limits = {
         "max_sessions": jobs + 100,
         "max_groups": groups + 1,
@@ -143,7 +169,8 @@ def _serve(stack: ExitStack, state: Path, groups: int, jobs: int) -> tuple[int, 
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "coslice.cli.main", "orchestrator", "--listen", "127.0.0.1:0", "--json"),
-            *("--policy", "fifo", "--state", str(state), "--log-level", "error", *words),
+            *("--http", "127.0.0.1:0", "--policy", "fifo", "--state", str(state)),
+            *("--log-level", "error", *words),
         ],
         stdout=subprocess.PIPE,
         text=True,
@@ -153,7 +180,8 @@ def _serve(stack: ExitStack, state: Path, groups: int, jobs: int) -> tuple[int, 
     line = process.stdout.readline()
     if not line:
         raise OperationFailed(f"the orchestrator did not start; it ended with status {process.wait()}")
-    return process.pid, str(json.loads(line)["orchestrator"])
+    said = json.loads(line)
+    return process.pid, str(said["orchestrator"]), str(said["http"])
 
 
 def _cpu(pid: int) -> float:
@@ -183,6 +211,11 @@ def _print(figures: dict[str, Any]) -> None:
     table.add_column("", justify="right")
     table.add_row(f"hand-over at {figures['rate']:g}/s, p50", f"{took['p50']:.1f} ms")
     table.add_row("hand-over, p99", f"{took['p99']:.1f} ms")
+    in_time, late = figures["handoff_in_time_ms"], figures["load_lag_ms"]
+    table.add_row(f"… while the load was in time ({in_time['n']:,}), p99", f"{in_time['p99']:.1f} ms")
+    table.add_row("the load late, p99", f"{late['p99']:.1f} ms")
+    for name, own in figures["server_ms"].items():
+        table.add_row(f"orchestrator: {name}, p50, p99", f"{own['p50']:.1f}, {own['p99']:.1f} ms")
     table.add_row("hand-overs measured, moments missed", f"{took['n']:,}, {figures['missed']:,}")
     table.add_row("processor, busy", f"{figures['busy_cpu_pct']:.0f} % of a core")
     table.add_row("processor, idle", f"{figures['idle_cpu_pct']:.0f} % of a core")

@@ -5,15 +5,19 @@ Takes commands as JSON lines on standard input, and answers each with one JSON l
 
 A group's jobs take turns. Whoever is granted holds until the group's next moment to yield (moments are spread
 evenly over all groups), and asks again at once, so that all others of the group always wait.
+
+How late this process itself comes to what is due is told beside: it is part of every time taken here.
 """
 
 import asyncio
+import gc
 import json
+import math
 import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -22,10 +26,16 @@ from coslice.agent.processes import start_time
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
+Stretch = tuple[float, float]
 KEEPALIVE_S = 30
 AT_ONCE = 64
 """Connections that are being opened at the same time."""
 STARTED = start_time(os.getpid()) or 0
+PROBE = "asked"
+TICK_S = 0.01
+"""Between two looks at how late the loop comes."""
+LATE_S = 0.005
+"""A hand-over during which the loop came later than this is told apart."""
 
 
 def options() -> list[tuple[str, int]]:
@@ -40,11 +50,25 @@ def options() -> list[tuple[str, int]]:
 class Stream:
     """A bidirectional stream: what is put goes out, what comes is handed to ``hear``."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, broken: asyncio.Future[None]) -> None:
+        """``broken`` is told if it ends by itself."""
+        self._broken = broken
         self._channel = grpc.aio.insecure_channel(address, options=options())
         self.stub = pb_grpc.OrchestratorStub(self._channel)
         self._out: asyncio.Queue[Any] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
+
+    async def hear(self) -> None:
+        raise NotImplementedError
+
+    def open(self, hello: Any) -> None:
+        self.put(hello)
+        self.task = asyncio.create_task(self.hear())
+        self.task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and not self._broken.done():
+            self._broken.set_exception(task.exception() or EOFError("the orchestrator ended a stream"))
 
     def put(self, message: Any) -> None:
         self._out.put_nowait(message)
@@ -61,12 +85,14 @@ class Stream:
 
 
 class Job(Stream):
-    def __init__(self, address: str, name: str, turns: "Turns") -> None:
-        super().__init__(address)
+    def __init__(self, address: str, broken: asyncio.Future[None], name: str, turns: "Turns") -> None:
+        super().__init__(address, broken)
         self.name, self.turns = name, turns
         self.welcome = asyncio.Event()
         self._requests = 0
         self.lease: pb.LeaseRef | None = None
+        self.asked = asyncio.Event()
+        """What it asked for at first was heard, and is saved."""
 
     async def connect(self) -> None:
         hello = pb.Hello(
@@ -77,11 +103,10 @@ class Job(Stream):
             pid=os.getpid(),
             start_time=STARTED,
         )
-        self.put(pb.ClientMessage(hello=hello))
-        self.task = asyncio.create_task(self._hear())
+        self.open(pb.ClientMessage(hello=hello))
         await self.welcome.wait()
 
-    async def _hear(self) -> None:
+    async def hear(self) -> None:
         async for message in self.stub.Session(self.outgoing()):
             match message.WhichOneof("kind"):
                 case "welcome":
@@ -91,6 +116,8 @@ class Job(Stream):
                     self.lease = pb.LeaseRef(group=lease.group, epoch=lease.epoch)
                     self.put(pb.ClientMessage(confirm=pb.Confirm(request=message.granted.request)))
                     self.turns.granted(self, time.monotonic())
+                case "refused" if message.refused.request == PROBE:
+                    self.asked.set()
                 case "refused" | "lease_lost":
                     self.turns.troubles.append(str(message)[:200])
                 case _:
@@ -100,6 +127,13 @@ class Job(Stream):
         self._requests += 1
         ask = pb.Acquire(request=str(self._requests), groups=[self.turns.group])
         self.put(pb.ClientMessage(acquire=ask))
+
+    def probe(self) -> None:
+        """Messages of a session are answered one after another: the refusal of this one tells that the
+        acquire before it was taken, which nothing else tells while it waits."""
+        message = pb.ClientMessage()
+        getattr(message, "yield").request = PROBE
+        self.put(message)
 
     def give(self) -> None:
         assert self.lease is not None
@@ -117,8 +151,10 @@ class Turns:
         self.group = group
         self.jobs: list[Job] = []
         self.holder: Job | None = None
+        self.held = asyncio.Event()
         self.yielded: float | None = None
-        self.took: list[float] = []
+        self.took: list[tuple[float, float]] = []
+        """When the lock was given, and when its next holder heard of it."""
         self.troubles: list[str] = []
         self.missed = 0
         """Moments at which the last hand-over was not over yet."""
@@ -127,8 +163,9 @@ class Turns:
         if self.holder is not None:
             self.troubles.append(f"{job.name} was granted {self.group} while {self.holder.name} holds it")
         self.holder = job
+        self.held.set()
         if self.yielded is not None:
-            self.took.append((at - self.yielded) * 1e3)
+            self.took.append((self.yielded, at))
             self.yielded = None
 
     def pass_on(self) -> None:
@@ -136,6 +173,7 @@ class Turns:
         if job is None:
             self.missed += 1
             return
+        self.held.clear()
         self.yielded = time.monotonic()
         job.give()
         job.acquire()
@@ -144,8 +182,8 @@ class Turns:
 class Agent(Stream):
     """A node whose devices have room for everybody: each command is answered at once."""
 
-    def __init__(self, address: str, node: str, groups: list[str]) -> None:
-        super().__init__(address)
+    def __init__(self, address: str, broken: asyncio.Future[None], node: str, groups: list[str]) -> None:
+        super().__init__(address, broken)
         self._node, self._groups = node, groups
         self._version = 1
         self.welcome = asyncio.Event()
@@ -158,11 +196,10 @@ class Agent(Stream):
         hello = pb.AgentHello(
             node=self._node, groups=offers, accelerator="host", instance=secrets.token_hex(8)
         )
-        self.put(pb.AgentMessage(hello=hello))
-        self.task = asyncio.create_task(self._hear())
+        self.open(pb.AgentMessage(hello=hello))
         await self.welcome.wait()
 
-    async def _hear(self) -> None:
+    async def hear(self) -> None:
         async for command in self.stub.Attach(self.outgoing()):
             match command.WhichOneof("kind"):
                 case "welcome":
@@ -179,15 +216,34 @@ class Agent(Stream):
                     pass
 
 
+class Lag:
+    """How late the loop of this process comes, looked at every ``TICK_S``."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float]] = []
+        """When a look was due, and how late it was."""
+
+    async def run(self) -> None:
+        while True:  # only a timer that comes late shows it
+            due = time.monotonic() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.found.append((due, time.monotonic() - due))
+
+    def late(self) -> list[tuple[float, float]]:
+        """From when to when it was late, in order."""
+        return [(due, due + late) for due, late in self.found if late > LATE_S]
+
+
 class Load:
     def __init__(self, address: str, first: int, groups: int, jobs: int, nodes: int) -> None:
         """``first``: number of the first group; ``jobs``: of each group; ``nodes``: that serve the groups."""
-        self._address = address
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises once a stream ended by itself."""
         self.turns = [Turns(f"g{first + i}") for i in range(groups)]
         for turns in self.turns:
-            turns.jobs = [Job(address, f"{turns.group}-j{k}", turns) for k in range(jobs)]
+            turns.jobs = [Job(address, self.broken, f"{turns.group}-j{k}", turns) for k in range(jobs)]
         names = [turns.group for turns in self.turns]
-        self.agents = [Agent(address, f"n{first}-{k}", names[k::nodes]) for k in range(nodes)]
+        self.agents = [Agent(address, self.broken, f"n{first}-{k}", names[k::nodes]) for k in range(nodes)]
 
     async def connect(self) -> dict[str, Any]:
         for agent in self.agents:
@@ -198,26 +254,42 @@ class Load:
             async with gate:
                 await job.connect()
 
-        await asyncio.gather(*(one(job) for turns in self.turns for job in turns.jobs))
-        return {"jobs": sum(len(turns.jobs) for turns in self.turns)}
+        jobs = [job for turns in self.turns for job in turns.jobs]
+        await asyncio.gather(*(one(job) for job in jobs))
+        return {"jobs": len(jobs)}
 
-    async def run(self, seconds: float, period: float, offset: float) -> dict[str, Any]:
-        """Every group passes its lock on once a ``period``; the groups' moments begin at ``offset``."""
+    async def ask(self) -> dict[str, Any]:
+        """Every job asks; returns when each has been heard, and somebody of each group has its lock."""
         for turns in self.turns:
             for job in turns.jobs:
                 job.acquire()
-        begin = time.monotonic() + 5.0  # all have asked by then
+                job.probe()
+        for turns in self.turns:
+            await turns.held.wait()
+            for job in turns.jobs:
+                await job.asked.wait()
+        return {}
+
+    async def run(self, begin: float, seconds: float, period: float, offset: float) -> dict[str, Any]:
+        """Every group passes its lock on once a ``period``; the groups' moments begin ``offset`` after
+        ``begin``, on this machine's monotonic clock."""
+        for turns in self.turns:
+            turns.took, turns.missed = [], 0
+        lag = Lag()
+        ticking = asyncio.create_task(lag.run())
         pace = period / len(self.turns)
-        end = begin + seconds
-        for number in _numbers():
+        for number in range(math.ceil((seconds - offset) / pace)):
             at = begin + offset + number * pace
-            if at >= end:
-                break
             await asyncio.sleep(max(0.0, at - time.monotonic()))  # the pace of the load
             self.turns[number % len(self.turns)].pass_on()
-        await asyncio.sleep(1.0)  # the last answers
+        for turns in self.turns:
+            await turns.held.wait()  # the last answers
+        ticking.cancel()
+        took = sorted(took for turns in self.turns for took in turns.took)
         return {
-            "took": [took for turns in self.turns for took in turns.took],
+            "took": [(until - since) * 1e3 for since, until in took],
+            "took_in_time": [(until - since) * 1e3 for since, until in apart(took, lag.late())],
+            "lag": [late * 1e3 for _, late in lag.found],
             "missed": sum(turns.missed for turns in self.turns),
             "troubles": [trouble for turns in self.turns for trouble in turns.troubles][:20],
         }
@@ -228,11 +300,15 @@ class Load:
         return {}
 
 
-def _numbers() -> Iterator[int]:
-    number = 0
-    while True:
-        yield number
-        number += 1
+def apart(took: Iterable[Stretch], late: Sequence[Stretch]) -> Iterator[Stretch]:
+    """Those of ``took`` that share no moment with any of ``late``. Both in order, ``late`` without
+    overlaps."""
+    first = 0
+    for since, until in took:
+        while first < len(late) and late[first][1] < since:
+            first += 1
+        if first == len(late) or late[first][0] > until:
+            yield since, until
 
 
 async def main() -> None:
@@ -241,8 +317,14 @@ async def main() -> None:
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         command = json.loads(line)
-        answer = await getattr(load, command.pop("do"))(**command)
-        print(json.dumps(answer), flush=True)
+        if command["do"] == "run":
+            gc.freeze()
+            gc.disable()  # its pauses would be measured as the orchestrator's
+        doing = asyncio.ensure_future(getattr(load, command.pop("do"))(**command))
+        await asyncio.wait((doing, load.broken), return_when=asyncio.FIRST_COMPLETED)
+        if load.broken.done():
+            load.broken.result()
+        print(json.dumps(doing.result()), flush=True)
 
 
 if __name__ == "__main__":

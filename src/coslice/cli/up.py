@@ -35,6 +35,7 @@ from coslice.observe.http import HttpServer
 from coslice.observe.tracing import Exporting
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
+from coslice.runtime.heap import Heap
 from coslice.security.credentials import Credentials, credentials_from
 from coslice.security.files import private_directory, write_secret
 from coslice.security.listening import LOCAL_ONLY, Security
@@ -169,7 +170,7 @@ def run_orchestrator(
             default_admission=_mode(admission),
             default_max_slowdown=max_slowdown,
         )
-        app = OrchestratorApp(applied(config, times), board=sight.board, tracing=sight.tracing)
+        app = OrchestratorApp(applied(config, times), board=sight.board, tracing=sight.tracing, heap=Heap())
 
         async def serve(stack: AsyncExitStack) -> Serving:
             await sight.start(stack)

@@ -6,12 +6,16 @@ An app adds what it has when it is made; one board may carry several apps (``cos
 import asyncio
 import importlib.metadata
 from collections.abc import Callable
+from itertools import chain
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.routing import BaseRoute
 
+from coslice.observe.exposition import text
+from coslice.observe.lag import Lag
 from coslice.observe.metric import Metric, Readings, Source
+from coslice.threads import computing
 
 INFO = Metric("coslice_info", "gauge", "Always 1; the version that runs here.", ("version",))
 
@@ -22,6 +26,7 @@ class Board:
         self.registry = CollectorRegistry()
         """Counters and histograms register themselves here."""
         ProcessCollector(registry=self.registry)  # process_*: CPU, memory, files of this process
+        self.lag = Lag(self.registry)
         self._readings = Readings()
         self.ready: dict[str, Callable[[], str]] = {}
         """By part: why it is not ready; empty: it is."""
@@ -42,9 +47,8 @@ class Board:
         return await asyncio.to_thread(self._render)
 
     def _render(self) -> bytes:
-        both = CollectorRegistry()
-        both.register(self._readings)
-        return generate_latest(both) + generate_latest(self.registry)
+        with computing():
+            return text(chain(self._readings.collect(), self.registry.collect()))
 
     def waiting_for(self) -> dict[str, str]:
         """The parts that are not ready, each with why."""

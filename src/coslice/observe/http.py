@@ -47,6 +47,7 @@ class HttpServer:
         self._ssl: ssl.SSLContext | None = None
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
+        self._lag: asyncio.Task[None] | None = None
         self.address = ""
         """``host:port`` as really bound."""
 
@@ -77,6 +78,7 @@ class HttpServer:
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([bound]), name="http")
         self._task.add_done_callback(_ended)
+        self._lag = asyncio.create_task(self._board.lag.run(), name="loop lag")
         log.info("metrics at %s/metrics", self.url)
 
     def reload(self) -> tuple[str, ...]:
@@ -89,10 +91,11 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Idempotent."""
-        if self._server is None or self._task is None:
+        if self._server is None or self._task is None or self._lag is None:
             return
         self._server.should_exit = True
-        await asyncio.wait([self._task])
+        self._lag.cancel()
+        await asyncio.wait([self._task, self._lag])
 
 
 class _Server(uvicorn.Server):

@@ -4,7 +4,7 @@ Counters and histograms are written once per event, by whoever saw it. Everythin
 read when somebody asks (``Source``), so that it costs nothing otherwise.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -17,6 +17,11 @@ SECONDS = (
     1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0,
 )  # fmt: skip
 """Bounds of the histograms: from a hand-over with nothing to move to a hold of tens of minutes."""
+FINE = (
+    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075,
+    0.1, 0.2, 0.5, 1.0, 5.0, 30.0, 300.0,
+)  # fmt: skip
+"""Of what the orchestrator itself takes, where a series is one for the whole process."""
 OTHER = "other"
 """Stands for all that have no series of their own."""
 MAX_GROUPS = 200
@@ -45,9 +50,9 @@ def counter(metric: Metric, registry: CollectorRegistry) -> Counter:
     return Counter(metric.name, metric.help, metric.labels, registry=registry)
 
 
-def histogram(metric: Metric, registry: CollectorRegistry) -> Histogram:
+def histogram(metric: Metric, registry: CollectorRegistry, buckets: Sequence[float] = SECONDS) -> Histogram:
     assert metric.kind == "histogram"
-    return Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=SECONDS)
+    return Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=buckets)
 
 
 Reading = tuple[Metric, tuple[str, ...], float]

@@ -52,6 +52,7 @@ from coslice.orchestrator.upstream import UpstreamService
 from coslice.orchestrator.verbs import Verbs
 from coslice.orchestrator.watch import Watchers
 from coslice.runtime.clock import Clock, LoopClock
+from coslice.runtime.heap import Heap
 from coslice.runtime.journal import Journal
 from coslice.runtime.supervisor import Crashed, Supervisor
 from coslice.security import access
@@ -103,14 +104,16 @@ class OrchestratorApp:
         *,
         board: Board | None = None,
         tracing: Tracing | None = None,
+        heap: Heap | None = None,
         clock: Clock | None = None,
     ) -> None:
         """``board``: where its metrics and its readiness go; None: nobody asks for them. ``tracing``: where
-        spans of hand-overs go; None: nowhere. ``clock``: what time is taken from; None: the event loop."""
+        spans of hand-overs go; None: nowhere. ``heap``: of a process that is only this; None: Python's way.
+        ``clock``: what time is taken from; None: the event loop."""
         self.config, self._clock = config, clock or LoopClock()
-        self._board = board
+        self._board, self._heap = board, heap
         pushed = Pushed(board.registry) if board is not None else None
-        self._observer = Observer(pushed, Traces(tracing) if tracing is not None else None)
+        self._observer = Observer(pushed, Traces(tracing) if tracing is not None else None, heap)
         self._pushed = pushed
         self.live = Live(self._look) if board is not None else None
         """What the dashboard shows."""
@@ -304,6 +307,7 @@ class OrchestratorApp:
             grace=config.session_grace,
             limit=config.max_sessions,
             forgotten=admission.gone,
+            heap=self._heap,
         )
         agents = Agents(groups=groups, clock=clock, instance=self.instance)
 

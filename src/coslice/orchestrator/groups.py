@@ -219,5 +219,5 @@ class Groups:
         lock = self._locks.get(name)
         if step.reasons and lock is not None:
             lock.decisions.append(Decision(at=at, event=event, reasons=step.reasons))
-        self._observer.heard(event, step)
+        self._observer.heard(event, step, self._clock.now())
         self._journal.record(name, at, event, step, brief(step.state))

@@ -17,7 +17,7 @@ from coslice.core.effects import ReasonCode
 from coslice.core.group_state import Group, Held, Occupancy, Swapping, active, on_device, waiting
 from coslice.core.ids import GroupId
 from coslice.core.outcome import Step
-from coslice.observe.metric import MAX_GROUPS, Metric, Names, Reading, histogram
+from coslice.observe.metric import FINE, MAX_GROUPS, Metric, Names, Reading, histogram
 from coslice.orchestrator.job_meter import JobMeter
 
 WAIT = Metric(
@@ -39,7 +39,18 @@ FAULTS = Metric("coslice_faults_total", "counter", "What went wrong, by kind.", 
 DECISIONS = Metric(
     "coslice_decisions_total", "counter", "Decisions of all groups, by their reason.", ("reason",)
 )
-HISTOGRAMS = (WAIT, HOLD, SWAP)
+HANDOVER = Metric(
+    "coslice_handover_seconds",
+    "histogram",
+    "From the arrival of a yield to the next job's grant, saved and handed to its stream; all groups.",
+)
+TURN = Metric(
+    "coslice_turn_seconds",
+    "histogram",
+    "From the arrival of what a client or an agent says to what followed, saved and handed on; all groups.",
+    ("said",),
+)
+HISTOGRAMS = (WAIT, HOLD, SWAP, HANDOVER, TURN)
 COUNTED = (GRANTS, REFUSALS, FAULTS, DECISIONS)
 
 LEADER = Metric("coslice_leader", "gauge", "1: this process leads and grants; 0: it stands by.")
@@ -131,6 +142,12 @@ FAULTY = frozenset(
     }
 )
 """Reasons that count as faults."""
+SAID: dict[type, str] = {
+    ev.AcquireRequested: "acquire",
+    ev.LeaseYielded: "yield",
+    ev.OpSucceeded: "report",
+    ev.OpFailed: "report",
+}
 
 
 class _Tally:
@@ -149,6 +166,9 @@ class Pushed:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.wait, self.hold, self.swap = (histogram(m, registry) for m in (WAIT, HOLD, SWAP))
+        self.handover = histogram(HANDOVER, registry, FINE)
+        turn = histogram(TURN, registry, FINE)
+        self.turns = {kind: turn.labels(said) for kind, said in SAID.items()}
         self.jobs = JobMeter()
         self._names = Names(MAX_GROUPS)
         self._tallies: dict[str, _Tally] = {}
@@ -198,17 +218,30 @@ class Meter:
             each.labels(self._name) for each in (pushed.wait, pushed.hold, pushed.swap)
         )
         self._before: Occupancy = state.occupancy
+        self._yielded: float | None = None
+        """When the yield arrived that somebody is granted after."""
 
-    def heard(self, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
+    def heard(self, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect], done: float) -> None:
+        """``done``: when what followed was saved and handed on, on the clock of the events."""
+        turn = self._pushed.turns.get(type(event))
+        if turn is not None:
+            turn.observe(done - event.at)
+        if isinstance(event, ev.LeaseYielded) and step.state.occupancy is not self._before:
+            self._yielded = event.at
         for reason in step.reasons:
             self._tally.decided[reason.code] += 1
         for effect in step.effects:
             if isinstance(effect, fx.Grant):
                 self._granted(effect, step.reasons)
+                if self._yielded is not None:
+                    self._pushed.handover.observe(done - self._yielded)
+                    self._yielded = None
             elif isinstance(effect, fx.Refuse):
                 self._tally.refusals[effect.code] += 1
         if step.state.occupancy is not self._before:
             self._changed(event.at, step.state.occupancy)
+        if not isinstance(step.state.occupancy, Swapping):
+            self._yielded = None
 
     def _granted(self, effect: fx.Grant, reasons: tuple[fx.Reason, ...]) -> None:
         if not any(reason.code is ReasonCode.REPEATED for reason in reasons):

@@ -19,6 +19,7 @@ from coslice.orchestrator import convert, views
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.outbox import End, Outbox
 from coslice.runtime.clock import Clock
+from coslice.runtime.heap import Heap
 from coslice.wire.v1 import coslice_pb2 as pb
 
 ClientEffect = fx.Grant | fx.Refuse | fx.LoseLease | fx.AskYield
@@ -157,10 +158,11 @@ class Sessions:
         grace: float,
         limit: int,
         forgotten: Callable[[Session], None],
+        heap: Heap | None = None,
     ) -> None:
         """``forgotten`` hears of every session that is given up, or over."""
         self._groups, self._clock, self._grace, self._limit = groups, clock, grace, limit
-        self._forgotten = forgotten
+        self._forgotten, self._heap = forgotten, heap
         self._sessions: dict[SessionId, Session] = {}
         self._stopping = False
 
@@ -201,7 +203,11 @@ class Sessions:
 
     def admit(self, who: convert.Identity, outbox: Outbox[pb.ServerMessage]) -> Session:
         """The session of an accepted hello. A stream that it had before ends: it may be half-open."""
-        session = self._sessions.setdefault(who.session, Session(who))
+        session = self._sessions.get(who.session)
+        if session is None:
+            session = self._sessions[who.session] = Session(who)
+            if self._heap is not None:
+                self._heap.began()
         if session.outbox is not None:
             session.outbox.close(End(grpc.StatusCode.ABORTED, "another stream of this session took over"))
         if session.forget is not None:
@@ -243,6 +249,8 @@ class Sessions:
     def _forget(self, session: Session) -> None:
         self._sessions.pop(session.who.session, None)
         self._forgotten(session)
+        if self._heap is not None:
+            self._heap.ended(left=len(self._sessions))
         for asked in list(session.asked.values()):
             if asked.task is not None:
                 asked.task.cancel()
