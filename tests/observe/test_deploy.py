@@ -26,7 +26,7 @@ OF_PROMETHEUS = {"instance", "le"}
 """Labels that Prometheus adds, and that of buckets."""
 VALUES = {
     ("coslice_group_state", "state"): set(STATES),
-    ("coslice_group_nodes", "state"): {"attached", "away", "hung"},
+    ("coslice_group_nodes", "state"): {"attached", "away", "hung", "drained"},
     ("coslice_sessions", "state"): {"connected", "lost"},
     ("coslice_agent_contexts", "state"): {state.value for state in ContextState},
     ("coslice_agent_host_bytes", "kind"): {"budget", "used", "held"},

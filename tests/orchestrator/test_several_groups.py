@@ -207,3 +207,22 @@ def test_a_part_that_is_granted_before_the_client_repeats_its_request_is_not_tak
     )
     session.perform(GroupId("trainers"), grant)
     assert said == []
+
+
+async def test_a_late_confirmation_is_not_taken_for_that_of_the_same_request_asked_again(
+    world: World,
+) -> None:
+    """The first grant was lost before it. The second must still be given, not forgotten with its lease."""
+    await world.start(groups=TWO)
+    await world.agent(groups=NAMES)
+    a, b = await world.client("job-a"), await world.client("job-b")
+    request = await a.ask(*NAMES)
+    await a.answer(request)
+    await a.stub.Evict(pb.EvictRequest(job="job-a"))
+    in_the_way = await b.acquire("trainers")
+    a.forget(request)
+    await a.ask(*NAMES, request=request)
+    await a.send(confirm=pb.Confirm(request=request))
+    await a.until("trainers", lambda s: [w.job for w in s.waiters] == ["job-a"])
+    await b.yielded(in_the_way)
+    await a.yielded(await a.granted(request))

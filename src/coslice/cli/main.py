@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from coslice.cli import admin, bench_commands, doctor, move, proof_commands, security, simulate_commands
+from coslice.cli.drain import drain
 from coslice.cli.plan import groups_given, plan
 from coslice.cli.profile import profile
 from coslice.cli.store import store_app
@@ -66,6 +67,7 @@ security.add(app)
 move.add(app)
 doctor.add(app)
 admin.add(app)
+app.command()(drain)
 Backend = Annotated[
     list[str] | None,
     typer.Option(

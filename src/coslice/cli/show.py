@@ -90,6 +90,8 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
     for node in about.nodes:
         budget = f"{format_size(node.device_used)} of {format_size(node.device_budget)}"
         line = f"device {budget}, {_host(node)}" if node.attached else "[red]no agent attached[/red]"
+        if node.drained:
+            line += f" [yellow]{escape(node.drained)}[/yellow]"
         table.add_row(f"[dim]node {escape(node.node)}[/dim]", "", f"[dim]{line}[/dim]", "", "")
     return table
 

@@ -72,6 +72,7 @@ def delete(turn: Turn, because: str) -> None:
         lost=(),
         stuck=(),
         hung=(),
+        drained=(),
         reserved=None,
         settle_by=None,
         deleted=True,

@@ -44,6 +44,8 @@ class NodeRow(Struct, kw_only=True):
     disk_budget: int
     short: bool
     """Host memory is nearly full of saved state."""
+    drained: str
+    """By whom, why, and who is still there; empty: it serves."""
 
 
 class GroupRow(Struct, kw_only=True):
@@ -149,7 +151,17 @@ def _node(node: pb.NodeStatus) -> NodeRow:
         disk_used=node.disk_used_bytes,
         disk_budget=node.disk_budget_bytes,
         short=node.host_held_bytes > PRESSURE * node.host_budget_bytes > 0,
+        drained=drained(node),
     )
+
+
+def drained(node: pb.NodeStatus) -> str:
+    if not node.HasField("drained"):
+        return ""
+    out = node.drained
+    why = f" ({out.reason})" if out.reason else ""
+    left = f"; {out.holder} finishes its turn" if out.holder else "; state is moving" if out.moving else ""
+    return f"drained by {out.by}{why}{left}"
 
 
 def _wrong(job: JobRow) -> list[str]:
@@ -166,5 +178,5 @@ def _wrong(job: JobRow) -> list[str]:
 
 
 def _wrong_nodes(nodes: list[NodeRow]) -> list[str]:
-    away = [f"node {node.node}: no agent attached" for node in nodes if not node.attached]
+    away = [f"node {node.node}: no agent attached" for node in nodes if not (node.attached or node.drained)]
     return [*away, *(f"node {node.node}: host memory is short" for node in nodes if node.short)]

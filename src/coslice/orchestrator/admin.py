@@ -1,4 +1,4 @@
-"""What an administrator asks of the orchestrator: forget a job, evict it, delete a group.
+"""What an administrator asks of the orchestrator: forget a job, evict it, drain a node, delete a group.
 
 Turns one request into events of the groups it is about; what may be done is the core's business. Who may ask
 is decided before, at the edge.
@@ -7,9 +7,10 @@ is decided before, at the edge.
 import grpc
 
 from coslice.core import events as ev
-from coslice.core.group_state import Held, waiting
-from coslice.core.ids import JobId, check_name
+from coslice.core.group_state import Group, Held, drain_of, view_of, waiting
+from coslice.core.ids import JobId, NodeId, check_name
 from coslice.core.outcome import Rejected
+from coslice.orchestrator import views
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.runtime.clock import Clock
 from coslice.store import Store
@@ -68,6 +69,29 @@ class Admin:
             raise Refused(grpc.StatusCode.NOT_FOUND, text)
         return answer
 
+    async def drain(self, request: pb.DrainRequest) -> pb.DrainResponse:
+        """In all its groups. Said again it changes nothing."""
+        name = _node(request.node)
+        here = [lock for lock in self._groups if name in _nodes(lock.state)]
+        if not here:
+            known = sorted({node for lock in self._groups for node in _nodes(lock.state)})
+            text = f"there is no node {name} here; known: {', '.join(known) or 'none, no agent has attached'}"
+            raise Refused(grpc.StatusCode.NOT_FOUND, text)
+        by, changed = _reason(request.by) or "an operator", False
+        for lock in here:
+            if (drain_of(lock.state, name) is not None) is request.undo:
+                changed, at = True, self._clock.now()
+                event: ev.GroupEvent = ev.NodeDrained(at=at, node=name, reason=_reason(request.reason), by=by)
+                if request.undo:
+                    event = ev.NodeUndrained(at=at, node=name, by=by)
+                await self._post(lock, event)
+        groups = [
+            pb.DrainedGroup(group=lock.id, node=views.node(lock.state, view))
+            for lock in here
+            if (view := view_of(lock.state, name)) is not None
+        ]
+        return pb.DrainResponse(changed=changed, groups=groups)
+
     async def delete_group(self, request: pb.DeleteGroupRequest) -> pb.DeleteGroupResponse:
         lock = self._groups.get(request.group)
         if lock is None:
@@ -97,6 +121,18 @@ def _job(name: str) -> JobId:
         return JobId(check_name("job", name))
     except ValueError as error:
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+
+def _node(name: str) -> NodeId:
+    try:
+        return NodeId(check_name("node", name))
+    except ValueError as error:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+
+def _nodes(group: Group) -> set[NodeId]:
+    """Also those that are not of the group for now."""
+    return {*group.nodes, *(h.node for h in group.hung), *(d.node for d in group.drained)}
 
 
 def _reason(text: str) -> str:

@@ -11,6 +11,7 @@ import grpc
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
+from coslice.core.group_state import drain_of
 from coslice.core.ids import Epoch, GroupId, JobId, NodeId, check_name
 from coslice.orchestrator import convert
 from coslice.orchestrator.groups import GroupLock, Groups
@@ -122,6 +123,9 @@ class Agents:
             return
         lock = self._groups.open(offer.group)
         link.locks[lock.id] = lock
+        if (out := self._groups.drained(link.node)) is not None and drain_of(lock.state, link.node) is None:
+            at = self._clock.now()
+            await lock.post(ev.NodeDrained(at=at, node=link.node, reason=out.reason, by=out.by))
         await lock.post(
             ev.NodeAttached(
                 at=self._clock.now(),

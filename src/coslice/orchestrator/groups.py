@@ -15,7 +15,7 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core import group as core
 from coslice.core.brief import brief
-from coslice.core.group_state import Group
+from coslice.core.group_state import Drained, Group, drain_of
 from coslice.core.ids import GroupId, NodeId
 from coslice.core.outcome import Step
 from coslice.core.policy import policy_named
@@ -153,6 +153,11 @@ class Groups:
             room = len(self._locks) + beside < self._config.max_groups
             return name in self._locks or (self._config.open_groups and room)
         return config.nodes is None or node in config.nodes
+
+    def drained(self, node: NodeId) -> Drained | None:
+        """Is the node out for maintenance? One that is, is so in every group that it comes to."""
+        found = (drain_of(lock.state, node) for lock in self)
+        return next((drained for drained in found if drained is not None), None)
 
     def open(self, name: str) -> GroupLock:
         """The group, opened now if an agent's offer is the first that is heard of it."""

@@ -14,7 +14,16 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.brief import occupancy_name
 from coslice.core.effects import ReasonCode
-from coslice.core.group_state import Group, Held, Occupancy, Swapping, active, on_device, waiting
+from coslice.core.group_state import (
+    Group,
+    Held,
+    Occupancy,
+    Swapping,
+    active,
+    drain_of,
+    on_device,
+    waiting,
+)
 from coslice.core.ids import GroupId
 from coslice.core.outcome import Step
 from coslice.observe.metric import FINE, MAX_GROUPS, Metric, Names, Reading, histogram
@@ -101,7 +110,7 @@ LOST = Metric(
 NODES = Metric(
     "coslice_group_nodes",
     "gauge",
-    "Nodes: attached, away, or hung (left out until they answer).",
+    "Nodes: attached, away, hung (left out until they answer), or drained (out for maintenance).",
     ("group", "state"),
 )
 RESIDENTS = Metric("coslice_group_residents", "gauge", "Jobs with state on the devices.", ("group",))
@@ -291,9 +300,11 @@ def _of_group(group: Group, now: float) -> Iterator[Reading]:
     unconfirmed = [h for h in active(held) if not h.confirmed] if isinstance(held, Held) else []
     yield UNCONFIRMED, name, len(unconfirmed)
     yield LOST, name, len(group.lost)
-    attached = sum(view.attached for view in group.views)
+    drained = sum(drain_of(group, view.node) is not None for view in group.views)
+    attached = sum(view.attached and drain_of(group, view.node) is None for view in group.views)
     yield NODES, (group.id, "attached"), attached
-    yield NODES, (group.id, "away"), len(group.views) - attached
+    yield NODES, (group.id, "away"), len(group.views) - attached - drained
+    yield NODES, (group.id, "drained"), drained
     yield NODES, (group.id, "hung"), len(group.hung)
     yield RESIDENTS, name, len({context.job for _, context in on_device(group)})
     yield BLOCKED, name, len(group.stuck)

@@ -231,6 +231,10 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         await self._check_group(request.group, context)
         return await self._administer(self._admin.evict(request), context)
 
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        await self._refuse_while_stopping(context)
+        return await self._administer(self._admin.drain(request), context)
+
     async def DeleteGroup(self, request: pb.DeleteGroupRequest, context: Context) -> pb.DeleteGroupResponse:
         await self._refuse_while_stopping(context)
         await self._check_group(request.group, context)

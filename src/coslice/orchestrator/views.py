@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from coslice.core import story
+from coslice.core import draining, story
 from coslice.core.brief import occupancy_name
 from coslice.core.group_state import (
     Group,
@@ -11,8 +11,10 @@ from coslice.core.group_state import (
     Resident,
     Swapping,
     active,
+    drain_of,
     frozen_lease,
     given_up_at,
+    held_by,
     is_lost,
     occupant,
     share_of,
@@ -61,7 +63,7 @@ def status(
         epoch=group.epoch,
         since=group.since,
         waiters=list(_waiters(group, now)),
-        nodes=[_node(view) for view in group.views],
+        nodes=[node(group, view) for view in group.views],
         jobs=[
             pb.JobStatus(
                 job=record.job,
@@ -108,5 +110,10 @@ def _waiter(group: Group, waiter: Waiter, why: list[str], now: float) -> pb.Wait
     )
 
 
-def _node(view: NodeView) -> pb.NodeStatus:
-    return convert.node_status(view.node, view.attached, view.facts)
+def node(group: Group, view: NodeView) -> pb.NodeStatus:
+    status = convert.node_status(view.node, view.attached, view.facts)
+    if (drained := drain_of(group, view.node)) is not None:
+        status.drained.by, status.drained.reason = drained.by, drained.reason
+        status.drained.holder = held_by(group, view.node) or ""
+        status.drained.moving = draining.moving(group, view.node)
+    return status

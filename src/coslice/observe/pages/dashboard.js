@@ -201,8 +201,8 @@ const detail = {
     p.nodesSaid = said; p.nodes.replaceChildren();
     if (!r.nodes.length) { html("p", { class: "warn" }, p.nodes, "No node serves this group: start an agent that offers it."); return; }
     const of = (used, all) => all ? `${size(used)} of ${size(all)}` : "–";
-    const t = table(p.nodes, ["node", "agent", "device", "host memory", "disk"], r.nodes.map(n => [n.node, n.attached ? "attached" : "not attached", of(n.device_used, n.device_budget), of(n.host_used, n.host_budget) + (n.short ? ", short" : ""), of(n.disk_used, n.disk_budget)]));
-    [...t.tBodies[0].rows].forEach((tr, n) => { if (!r.nodes[n].attached) tr.cells[1].className = "warn"; if (r.nodes[n].short) tr.cells[3].className = "warn"; });
+    const t = table(p.nodes, ["node", "agent", "device", "host memory", "disk"], r.nodes.map(n => [n.node, (n.attached ? "attached" : "not attached") + (n.drained ? ", " + n.drained : ""), of(n.device_used, n.device_budget), of(n.host_used, n.host_budget) + (n.short ? ", short" : ""), of(n.disk_used, n.disk_budget)]));
+    [...t.tBodies[0].rows].forEach((tr, n) => { if (!r.nodes[n].attached || r.nodes[n].drained) tr.cells[1].className = "warn"; if (r.nodes[n].short) tr.cells[3].className = "warn"; });
   },
   words(g, t) {
     const p = this.parts, verdicts = g.row.verdicts.slice(-12).reverse(), log = g.log.slice(-60).reverse();

@@ -836,6 +836,7 @@ class NodeStatus(google.protobuf.message.Message):
     HOST_HELD_BYTES_FIELD_NUMBER: builtins.int
     DISK_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     DISK_USED_BYTES_FIELD_NUMBER: builtins.int
+    DRAINED_FIELD_NUMBER: builtins.int
     node: builtins.str
     attached: builtins.bool
     device_budget_bytes: builtins.int
@@ -851,6 +852,10 @@ class NodeStatus(google.protobuf.message.Message):
     disk_used_bytes: builtins.int
     @property
     def contexts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Context]: ...
+    @property
+    def drained(self) -> Global___Drained:
+        """set while it is out for maintenance"""
+
     def __init__(
         self,
         *,
@@ -865,10 +870,38 @@ class NodeStatus(google.protobuf.message.Message):
         host_held_bytes: builtins.int = ...,
         disk_budget_bytes: builtins.int = ...,
         disk_used_bytes: builtins.int = ...,
+        drained: Global___Drained | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "attached", b"attached", "contexts", b"contexts", "device_budget_bytes", b"device_budget_bytes", "device_used_bytes", b"device_used_bytes", "disk_budget_bytes", b"disk_budget_bytes", "disk_used_bytes", b"disk_used_bytes", "host_budget_bytes", b"host_budget_bytes", "host_held_bytes", b"host_held_bytes", "host_used_bytes", b"host_used_bytes", "node", b"node"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["drained", b"drained"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accelerator", b"accelerator", "attached", b"attached", "contexts", b"contexts", "device_budget_bytes", b"device_budget_bytes", "device_used_bytes", b"device_used_bytes", "disk_budget_bytes", b"disk_budget_bytes", "disk_used_bytes", b"disk_used_bytes", "drained", b"drained", "host_budget_bytes", b"host_budget_bytes", "host_held_bytes", b"host_held_bytes", "host_used_bytes", b"host_used_bytes", "node", b"node"]) -> None: ...
 
 Global___NodeStatus: typing_extensions.TypeAlias = NodeStatus
+
+@typing.final
+class Drained(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BY_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    HOLDER_FIELD_NUMBER: builtins.int
+    MOVING_FIELD_NUMBER: builtins.int
+    by: builtins.str
+    reason: builtins.str
+    holder: builtins.str
+    """a job that still holds a lease there; empty: nobody"""
+    moving: builtins.bool
+    """its agent is at work, or somebody frozen is not out yet"""
+    def __init__(
+        self,
+        *,
+        by: builtins.str = ...,
+        reason: builtins.str = ...,
+        holder: builtins.str = ...,
+        moving: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by", b"by", "holder", b"holder", "moving", b"moving", "reason", b"reason"]) -> None: ...
+
+Global___Drained: typing_extensions.TypeAlias = Drained
 
 @typing.final
 class JobStatus(google.protobuf.message.Message):
@@ -1058,6 +1091,74 @@ class EvictResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["held", b"held", "waited", b"waited"]) -> None: ...
 
 Global___EvictResponse: typing_extensions.TypeAlias = EvictResponse
+
+@typing.final
+class DrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    UNDO_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    undo: builtins.bool
+    """it serves again"""
+    reason: builtins.str
+    by: builtins.str
+    """who says so, for people"""
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        undo: builtins.bool = ...,
+        reason: builtins.str = ...,
+        by: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by", b"by", "node", b"node", "reason", b"reason", "undo", b"undo"]) -> None: ...
+
+Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
+
+@typing.final
+class DrainResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHANGED_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    changed: builtins.bool
+    """false: it was so already"""
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DrainedGroup]:
+        """in which the node is"""
+
+    def __init__(
+        self,
+        *,
+        changed: builtins.bool = ...,
+        groups: collections.abc.Iterable[Global___DrainedGroup] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changed", b"changed", "groups", b"groups"]) -> None: ...
+
+Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
+
+@typing.final
+class DrainedGroup(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    @property
+    def node(self) -> Global___NodeStatus: ...
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        node: Global___NodeStatus | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "node", b"node"]) -> None: ...
+
+Global___DrainedGroup: typing_extensions.TypeAlias = DrainedGroup
 
 @typing.final
 class DeleteGroupRequest(google.protobuf.message.Message):

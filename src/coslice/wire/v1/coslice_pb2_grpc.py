@@ -71,6 +71,11 @@ class OrchestratorStub(object):
                 request_serializer=coslice_dot_v1_dot_coslice__pb2.EvictRequest.SerializeToString,
                 response_deserializer=coslice_dot_v1_dot_coslice__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/coslice.v1.Orchestrator/Drain',
+                request_serializer=coslice_dot_v1_dot_coslice__pb2.DrainRequest.SerializeToString,
+                response_deserializer=coslice_dot_v1_dot_coslice__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.DeleteGroup = channel.unary_unary(
                 '/coslice.v1.Orchestrator/DeleteGroup',
                 request_serializer=coslice_dot_v1_dot_coslice__pb2.DeleteGroupRequest.SerializeToString,
@@ -142,6 +147,13 @@ class OrchestratorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """A node is taken out for maintenance, or serves again: no lease begins there meanwhile. Kept over restarts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteGroup(self, request, context):
         """Everybody who waits is refused with GROUP_GONE, and the lease ends.
         """
@@ -200,6 +212,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=coslice_dot_v1_dot_coslice__pb2.EvictRequest.FromString,
                     response_serializer=coslice_dot_v1_dot_coslice__pb2.EvictResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=coslice_dot_v1_dot_coslice__pb2.DrainRequest.FromString,
+                    response_serializer=coslice_dot_v1_dot_coslice__pb2.DrainResponse.SerializeToString,
             ),
             'DeleteGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteGroup,
@@ -408,6 +425,33 @@ class Orchestrator(object):
             '/coslice.v1.Orchestrator/Evict',
             coslice_dot_v1_dot_coslice__pb2.EvictRequest.SerializeToString,
             coslice_dot_v1_dot_coslice__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/coslice.v1.Orchestrator/Drain',
+            coslice_dot_v1_dot_coslice__pb2.DrainRequest.SerializeToString,
+            coslice_dot_v1_dot_coslice__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

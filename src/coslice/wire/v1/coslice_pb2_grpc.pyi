@@ -143,6 +143,22 @@ _OrchestratorEvictType = typing_extensions.TypeVar(
     ],
 )
 
+_OrchestratorDrainType = typing_extensions.TypeVar(
+    '_OrchestratorDrainType',
+    grpc.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.DrainRequest,
+        coslice.wire.v1.coslice_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.DrainRequest,
+        coslice.wire.v1.coslice_pb2.DrainResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.DrainRequest,
+        coslice.wire.v1.coslice_pb2.DrainResponse,
+    ],
+)
+
 _OrchestratorDeleteGroupType = typing_extensions.TypeVar(
     '_OrchestratorDeleteGroupType',
     grpc.UnaryUnaryMultiCallable[
@@ -191,7 +207,7 @@ _OrchestratorReadStoreType = typing_extensions.TypeVar(
     ],
 )
 
-class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAttachType, _OrchestratorGetStatusType, _OrchestratorWatchStatusType, _OrchestratorExplainType, _OrchestratorForgetType, _OrchestratorEvictType, _OrchestratorDeleteGroupType, _OrchestratorSetPolicyType, _OrchestratorReadStoreType]):
+class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAttachType, _OrchestratorGetStatusType, _OrchestratorWatchStatusType, _OrchestratorExplainType, _OrchestratorForgetType, _OrchestratorEvictType, _OrchestratorDrainType, _OrchestratorDeleteGroupType, _OrchestratorSetPolicyType, _OrchestratorReadStoreType]):
     """───────────────────────────── orchestrator ─────────────────────────────"""
 
     @typing.overload
@@ -223,6 +239,10 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
         grpc.UnaryUnaryMultiCallable[
             coslice.wire.v1.coslice_pb2.EvictRequest,
             coslice.wire.v1.coslice_pb2.EvictResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            coslice.wire.v1.coslice_pb2.DrainRequest,
+            coslice.wire.v1.coslice_pb2.DrainResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
@@ -269,6 +289,10 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
             coslice.wire.v1.coslice_pb2.EvictResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            coslice.wire.v1.coslice_pb2.DrainRequest,
+            coslice.wire.v1.coslice_pb2.DrainResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
             coslice.wire.v1.coslice_pb2.DeleteGroupResponse,
         ],
@@ -302,6 +326,9 @@ class OrchestratorStub(typing.Generic[_OrchestratorSessionType, _OrchestratorAtt
 
     Evict: _OrchestratorEvictType
     """Its lease and its places are taken away now. It may ask again."""
+
+    Drain: _OrchestratorDrainType
+    """A node is taken out for maintenance, or serves again: no lease begins there meanwhile. Kept over restarts."""
 
     DeleteGroup: _OrchestratorDeleteGroupType
     """Everybody who waits is refused with GROUP_GONE, and the lease ends."""
@@ -340,6 +367,10 @@ OrchestratorAsyncStub: typing_extensions.TypeAlias = OrchestratorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         coslice.wire.v1.coslice_pb2.EvictRequest,
         coslice.wire.v1.coslice_pb2.EvictResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        coslice.wire.v1.coslice_pb2.DrainRequest,
+        coslice.wire.v1.coslice_pb2.DrainResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         coslice.wire.v1.coslice_pb2.DeleteGroupRequest,
@@ -413,6 +444,14 @@ class OrchestratorServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[coslice.wire.v1.coslice_pb2.EvictResponse, collections.abc.Awaitable[coslice.wire.v1.coslice_pb2.EvictResponse]]:
         """Its lease and its places are taken away now. It may ask again."""
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: coslice.wire.v1.coslice_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[coslice.wire.v1.coslice_pb2.DrainResponse, collections.abc.Awaitable[coslice.wire.v1.coslice_pb2.DrainResponse]]:
+        """A node is taken out for maintenance, or serves again: no lease begins there meanwhile. Kept over restarts."""
 
     @abc.abstractmethod
     def DeleteGroup(
