@@ -6,6 +6,7 @@ means is the core's business; how bytes move is the backend's.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,10 +159,23 @@ class ServedGroup:
 
     # ── events ─────────────────────────────────────────────────────────────
 
-    async def make_resident(self, command: pb.MakeResident) -> None:
-        """A command of the orchestrator. Refused ones are answered too: nobody shall wait for them."""
-        for admission in tuple(self._admitting.get(JobId(command.job), ())):
-            await admission.wait()  # its state may be on its way out: granted now, it would run without it
+    def command(self, command: pb.MakeResident) -> None:
+        """Of the orchestrator. Refused ones are answered too: nobody shall wait for them."""
+        self._watch.commanded(command)
+        if admissions := tuple(self._admitting.get(JobId(command.job), ())):
+            self._spawn(f"command {command.op}", self._make_resident_after(admissions, command))
+        else:
+            self._make_resident(command)
+
+    async def _make_resident_after(
+        self, admissions: Sequence[asyncio.Event], command: pb.MakeResident
+    ) -> None:
+        """The job's state may be on its way out: granted now, it would run without it."""
+        for admission in admissions:
+            await admission.wait()
+        self._make_resident(command)
+
+    def _make_resident(self, command: pb.MakeResident) -> None:
         self.sampler.flush()
         event = ev.MakeResidentCommanded(
             at=self._clock.now(),
@@ -172,25 +186,29 @@ class ServedGroup:
             freeze=tuple(JobId(job) for job in command.freeze),
         )
         try:
-            await self.driver.post(event)
-        except Rejected as refusal:
-            self._watch.refused(command.op, str(refusal))
+            self.driver.put(event).add_done_callback(functools.partial(self._taken, command))
+        except Stopped as stopped:
+            self._not_taken(command, stopped)
+
+    def _taken(self, command: pb.MakeResident, posted: "asyncio.Future[None]") -> None:
+        error = None if posted.cancelled() else posted.exception()
+        if isinstance(error, Rejected):
+            self._watch.refused(command.op, str(error))
             failed = pb.OpFailed(
                 op=command.op,
                 group=self.id,
                 epoch=command.epoch,
                 culprit=command.job,
-                reason=str(refusal),
+                reason=str(error),
                 residency=self.residency(),
             )
             self._publish(pb.AgentMessage(failed=failed))
-        except Stopped as stopped:
-            self._watch.refused(command.op, str(stopped))
-            log.warning("command %s was not taken: %s", command.op, stopped)
+        elif error is not None:
+            self._not_taken(command, error)
 
-    def command(self, command: pb.MakeResident) -> None:
-        self._watch.commanded(command)
-        self._spawn(f"command {command.op}", self.make_resident(command))
+    def _not_taken(self, command: pb.MakeResident, error: BaseException) -> None:
+        self._watch.refused(command.op, str(error))
+        log.warning("command %s was not taken: %s", command.op, error)
 
     def forget(self, job: str) -> None:
         self.driver.tell(ev.JobForgotten(at=self._clock.now(), job=JobId(job)))

@@ -21,6 +21,10 @@ class _Malformed:
 
 
 class RefuseMalformed(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    def __init__(self) -> None:
+        self._wrapped: dict[str, tuple[Handler, Handler]] = {}
+        """By method: the handler last seen there, and what it became."""
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
@@ -29,24 +33,32 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
-        parse = handler.request_deserializer
+        seen, wrapped = self._wrapped.get(handler_call_details.method, (None, None))
+        if seen is not handler:
+            wrapped = _tolerant(handler)
+            self._wrapped[handler_call_details.method] = handler, wrapped
+        return wrapped
 
-        def tolerant(data: bytes) -> object:
-            try:
-                return parse(data)
-            except DecodeError:
-                return _Malformed()
 
-        changes: dict[str, Any] = {"request_deserializer": tolerant}
-        for shape, wrap in (
-            ("unary_unary", _unary),
-            ("unary_stream", _unary_stream),
-            ("stream_unary", _stream),
-            ("stream_stream", _stream),
-        ):
-            if (behaviour := getattr(handler, shape)) is not None:
-                changes[shape] = wrap(behaviour)
-        return handler._replace(**changes)
+def _tolerant(handler: Handler) -> Handler:
+    parse = handler.request_deserializer
+
+    def tolerant(data: bytes) -> object:
+        try:
+            return parse(data)
+        except DecodeError:
+            return _Malformed()
+
+    changes: dict[str, Any] = {"request_deserializer": tolerant}
+    for shape, wrap in (
+        ("unary_unary", _unary),
+        ("unary_stream", _unary_stream),
+        ("stream_unary", _stream),
+        ("stream_stream", _stream),
+    ):
+        if (behaviour := getattr(handler, shape)) is not None:
+            changes[shape] = wrap(behaviour)
+    return handler._replace(**changes)
 
 
 async def _refuse(context: Context) -> None:
