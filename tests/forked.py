@@ -4,12 +4,13 @@ An interpreter that loads them takes seconds of a core, and the tests start hund
 no thread runs and no connection is open where the fork happens (``multiprocessing``'s fork server).
 """
 
+import asyncio
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -53,23 +54,22 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], pipes: 
     runpy.run_path(script, run_name="__main__")
 
 
-class Forked:
-    """As much of ``subprocess.Popen`` as tests use, with pipes for input and output."""
+class _Started:
+    """``input`` and ``output`` are our ends of its pipes."""
 
     def __init__(
-        self, script: Path, *arguments: str, env: Mapping[str, str] = os.environ, stderr: IO[Any] = sys.stderr
+        self, script: Path, arguments: Sequence[str], env: Mapping[str, str], stderr: IO[Any] | None = None
     ) -> None:
-        theirs_in, ours_in = os.pipe()
-        ours_out, theirs_out = os.pipe()
-        pipes = [_Descriptor(number) for number in (theirs_in, theirs_out, stderr.fileno())]
+        theirs_in, self.input = os.pipe()
+        self.output, theirs_out = os.pipe()
+        errors = (stderr or sys.__stderr__).fileno()
+        pipes = [_Descriptor(number) for number in (theirs_in, theirs_out, errors)]
         self._process = _CONTEXT.Process(
             target=_run, args=(str(script), list(arguments), dict(env), pipes), daemon=True
         )
         self._process.start()
         os.close(theirs_in)
         os.close(theirs_out)
-        self.stdin: IO[str] = os.fdopen(ours_in, "w")
-        self.stdout: IO[str] = os.fdopen(ours_out)
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
@@ -77,11 +77,26 @@ class Forked:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
     def kill(self) -> None:
         self._process.kill()
+
+
+class Forked(_Started):
+    """As much of ``subprocess.Popen`` as tests use, with pipes for input and output."""
+
+    def __init__(
+        self,
+        script: Path,
+        *arguments: str,
+        env: Mapping[str, str] = os.environ,
+        stderr: IO[Any] | None = None,
+    ) -> None:
+        super().__init__(script, arguments, env, stderr)
+        self.stdin: IO[str] = os.fdopen(self.input, "w")
+        self.stdout: IO[str] = os.fdopen(self.output)
+
+    def poll(self) -> int | None:
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         if not connection.wait([self._process.sentinel], timeout):
@@ -89,3 +104,33 @@ class Forked:
         self._process.join()
         assert self._process.exitcode is not None
         return self._process.exitcode
+
+
+class AsyncForked(_Started):
+    """The same of ``asyncio.subprocess.Process``."""
+
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+
+    @classmethod
+    async def start(cls, script: Path, *arguments: str, env: Mapping[str, str] = os.environ) -> "AsyncForked":
+        started = await asyncio.to_thread(cls, script, arguments, env)
+        loop = asyncio.get_running_loop()
+        started.stdout = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(started.stdout)
+        await loop.connect_read_pipe(lambda: protocol, os.fdopen(started.output, "rb"))
+        transport, flow = await loop.connect_write_pipe(
+            asyncio.streams.FlowControlMixin, os.fdopen(started.input, "wb")
+        )
+        started.stdin = asyncio.StreamWriter(transport, flow, None, loop)
+        return started
+
+    async def wait(self) -> int:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._process.sentinel, ended.set)
+        try:
+            while (code := self.returncode) is None:
+                await ended.wait()
+        finally:
+            loop.remove_reader(self._process.sentinel)
+        return code

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from agent.fake_orchestrator import PATIENCE, FakeOrchestrator
+from forked import AsyncForked
 from msgspec.structs import replace
 
 from coslice.agent.app import AgentApp
@@ -30,7 +30,7 @@ def contexts(residency: pb.Residency) -> dict[str, str]:
 class Process:
     """A fake workload and what it said."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | AsyncForked) -> None:
         self.process, self.said = process, list[dict[str, Any]]()
 
     @property
@@ -108,12 +108,9 @@ class Node:
         self, job: str, *flags: str, size: int = 100 * MIB, group: str = GROUP, wait: bool = True
     ) -> Process:
         assert self.agent is not None
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(Path(__file__).with_name("fake_workload.py")),
+        process = await AsyncForked.start(
+            Path(__file__).with_name("fake_workload.py"),
             *("--agent", self.agent.address, "--job", job, "--group", group, "--bytes", str(size), *flags),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
         )
         self.processes.append(Process(process))
         if wait:

@@ -2,11 +2,11 @@
 
 import asyncio
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from agent.conftest import GROUP, MIB, Node, Process, contexts
+from forked import AsyncForked
 
 from coslice.agent.members import Member
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -16,13 +16,10 @@ SCRIPT = Path(__file__).with_name("torch_workload.py")
 
 async def torch_job(node: Node, name: str, size: int, *, need: int = 0) -> Process:
     assert node.agent is not None
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(SCRIPT),
+    process = await AsyncForked.start(
+        SCRIPT,
         *(name, GROUP, str(size), str(need)),
         env={**os.environ, "COSLICE_AGENT": node.agent.address, "COSLICE_INCARNATION": f"run-of-{name}"},
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
     )
     node.processes.append(Process(process))
     said = await node.processes[-1].until("registered")

@@ -4,12 +4,12 @@ import asyncio
 import json
 import os
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agent.conftest import GROUP, MIB, PATIENCE, Node, Process, contexts
+from forked import AsyncForked
 
 from coslice.agent.buffers import BufferServer, HostBuffers
 from coslice.agent.tickets import Tickets
@@ -33,19 +33,10 @@ async def lora_job(
         "need": need,
         "frozen": {},
     } | about
-    path = os.pathsep.join([str(SCRIPT.parent.parent), os.environ.get("PYTHONPATH", "")])
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(SCRIPT),
+    process = await AsyncForked.start(
+        SCRIPT,
         json.dumps(given),
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "COSLICE_AGENT": node.agent.address,
-            "COSLICE_INCARNATION": f"run-of-{name}",
-        },
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "COSLICE_AGENT": node.agent.address, "COSLICE_INCARNATION": f"run-of-{name}"},
     )
     node.processes.append(Process(process))
     said = await node.processes[-1].until("registered")
