@@ -10,15 +10,18 @@ from typing import Any
 import httpx
 from agent.conftest import MIB
 from observe.conftest import GROUP, Machine
+from orchestrator.raw_client import RawClient
 
 from coslice.cli.security import make_token
 from coslice.observe.board import Board
 from coslice.observe.http import HttpServer
 from coslice.orchestrator.app import OrchestratorApp
-from coslice.orchestrator.config import OrchestratorConfig
-from coslice.orchestrator.live import Live
+from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
+from coslice.orchestrator.live import SLICE, Live
 from coslice.security import tokens
 from coslice.security.listening import Security
+from coslice.testing.fake_agent import FakeAgent
+from coslice.wire.v1 import coslice_pb2 as pb
 
 BOUND = 30.0
 
@@ -163,6 +166,47 @@ async def test_a_viewer_that_falls_behind_is_given_a_snapshot(machine: Machine) 
     await viewer.until(lambda: viewer.groups[GROUP]["row"]["state"] == "resident")
     await stream.aclose()
     assert live.viewers == 0
+
+
+async def test_many_groups_are_told_in_slices_between_which_others_have_the_loop() -> None:
+    names = [f"group-{n:02}" for n in range(3 * SLICE + 1)]
+    config = OrchestratorConfig(
+        listen="127.0.0.1:0", stop_grace=0.2, groups=tuple(GroupConfig(id=name) for name in names)
+    )
+    app = OrchestratorApp(config, board=Board())
+    await app.start()
+    agent, client = FakeAgent(app.address, groups=names), RawClient(app.address, "job-a")
+    try:
+        await agent.start()
+        await client.connect()
+        assert app.live is not None
+        stream = app.live.follow()
+        viewer = Viewer(_lines(stream))
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        for name in names[:15]:
+            await client.acquire(name)
+        busy = asyncio.create_task(others())
+        await viewer.read()
+        assert turns >= 4, "one for each slice"
+        assert list(viewer.groups) == names
+        for name in names[15:]:  # told as changes, a slice at a time, without a gap
+            await client.acquire(name)
+        await viewer.until(lambda: all(seen["row"]["state"] == "held" for seen in viewer.groups.values()))
+        busy.cancel()
+        status = await client.stub.GetStatus(pb.GetStatusRequest())
+        assert [(group.group, group.state) for group in status.groups] == [(name, "held") for name in names]
+        await stream.aclose()
+    finally:
+        await client.close()
+        await agent.stop()
+        await app.stop()
 
 
 async def _lines(stream: AsyncIterator[bytes]) -> AsyncIterator[str]:

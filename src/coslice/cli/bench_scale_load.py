@@ -29,7 +29,7 @@ from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 Stretch = tuple[float, float]
 KEEPALIVE_S = 30
 AT_ONCE = 64
-"""Connections that are being opened at the same time."""
+"""Jobs that connect, or ask for the first time, at the same time."""
 STARTED = start_time(os.getpid()) or 0
 PROBE = "asked"
 TICK_S = 0.01
@@ -260,14 +260,16 @@ class Load:
 
     async def ask(self) -> dict[str, Any]:
         """Every job asks; returns when each has been heard, and somebody of each group has its lock."""
-        for turns in self.turns:
-            for job in turns.jobs:
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def one(job: Job) -> None:
+            async with gate:
                 job.acquire()
                 job.probe()
-        for turns in self.turns:
-            await turns.held.wait()
-            for job in turns.jobs:
                 await job.asked.wait()
+                await job.turns.held.wait()
+
+        await asyncio.gather(*(one(job) for turns in self.turns for job in turns.jobs))
         return {}
 
     async def run(self, begin: float, seconds: float, period: float, offset: float) -> dict[str, Any]:

@@ -116,6 +116,9 @@ class Groups:
     def __iter__(self) -> Iterator[GroupLock]:
         return iter(self._locks.values())
 
+    def __len__(self) -> int:
+        return len(self._locks)
+
     def get(self, name: str) -> GroupLock | None:
         return self._locks.get(name)
 

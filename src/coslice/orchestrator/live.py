@@ -1,11 +1,13 @@
 """What the dashboard shows, kept while somebody looks: the timeline of each group, and its status now.
 
 Hears every step after it was saved (``Observer``) and every change (``Watchers``), but only takes them down;
-once a tick they are read, what changed is encoded once and put into each viewer's mailbox. Nobody looks:
+once a tick they are read, what changed is encoded once and put into each viewer's mailbox. However many
+groups there are, only a slice of them is told at a time: hand-overs wait for the same loop. Nobody looks:
 nothing is heard and nothing is kept. Decides nothing.
 """
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +32,12 @@ from coslice.runtime.clock import Clock
 
 TICK_S = 0.02
 """Between two messages, at least: what changes meanwhile goes into the same one."""
+SLICE = 10
+"""Groups that are told between two looks at what else there is to do; one takes a third of a millisecond."""
 REFRESH_S = 2.0
-"""Groups in which somebody waits are told again: prose tells times."""
+"""Groups in which somebody waits are told again: prose tells times. Of many groups, some at a time."""
+REFRESHED = 100
+"""Groups that are told again at a time, at most."""
 LINGER_S = 60.0
 """After the last viewer left, so that a page that is loaded again keeps its timeline."""
 BEAT_S = 10.0
@@ -77,7 +83,8 @@ class Message(Struct, kw_only=True):
     now: float
     orchestrator: str
     """Empty: it stands by, another leads."""
-    groups: list[Told]
+    groups: list[msgspec.Raw]
+    """Each a ``Told``."""
     gone: list[str] = []
 
 
@@ -133,6 +140,10 @@ class Live:
         self._refresher: asyncio.TimerHandle | None = None
         self._leaving: asyncio.TimerHandle | None = None
         self._looking = self._closed = False
+        self._snapshots = 0
+        """Being made now. Nothing is told meanwhile: some of their groups would have it, and others not."""
+        self._refreshed = 0
+        """Groups that were told again, counted through all rounds."""
         self._encoder = msgspec.json.Encoder()
 
     @property
@@ -153,7 +164,6 @@ class Live:
         self._source = source
         if self._looking:
             self._forget()
-            self._begin()
             self._listen(self)
             self._everybody_anew()
 
@@ -174,24 +184,30 @@ class Live:
 
     def _soon(self, group: str) -> None:
         self._dirty[group] = None
-        if self._timer is None:
+        self._tick_soon()
+
+    def _tick_soon(self) -> None:
+        if self._timer is None and not self._snapshots:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
+        """Tells a slice; the rest with the next tick."""
         self._timer = None
         source = self._source
         if source is None or not self._dirty:
             return
         self._read()
-        dirty, self._dirty = self._dirty, {}
-        now, told, gone = source.now(), list[Told](), list[str]()
-        for name in dirty:
+        now, told, gone = source.now(), list[msgspec.Raw](), list[str]()
+        for name in tuple(itertools.islice(self._dirty, SLICE)):
+            del self._dirty[name]
             lock = source.groups.get(name)
             if lock is None:
                 self._groups.pop(name, None)
                 gone.append(name)
             else:
-                told.append(self._tell(source, lock))
+                told.append(self._raw(self._tell(source, lock)))
+        if self._dirty:
+            self._tick_soon()
         self._seq += 1
         message = self._message(
             "change", Message(seq=self._seq, now=now, orchestrator=source.instance, groups=told, gone=gone)
@@ -204,7 +220,10 @@ class Live:
         unheard, self._unheard = self._unheard, []
         for event, step in unheard:
             state = step.state
-            past = self._past(state)
+            past = self._groups.get(state.id)
+            if past is None:
+                self._past(state)  # it begins with what became of the event
+                continue
             line: dict[str, Any] = {
                 "t": event.at,
                 "event": msgspec.to_builtins(event),
@@ -236,9 +255,10 @@ class Live:
     def _refresh(self) -> None:
         self._refresher = asyncio.get_running_loop().call_later(REFRESH_S, self._refresh)
         if self._source is not None:
-            for lock in self._source.groups:
-                if lock.state.waiters or lock.state.lost:
-                    self._soon(lock.id)
+            waited = [lock for lock in self._source.groups if lock.state.waiters or lock.state.lost]
+            for number in range(min(len(waited), REFRESHED)):
+                self._soon(waited[(self._refreshed + number) % len(waited)].id)
+            self._refreshed += REFRESHED
 
     # ── who looks ──────────────────────────────────────────────────────────
 
@@ -248,9 +268,9 @@ class Live:
             while not self._closed:
                 wake.clear()
                 if mailbox.behind:
-                    snapshot = self._snapshot()
-                    mailbox.caught_up()  # what happens while it is on its way comes after it
-                    yield snapshot
+                    snapshot = await self._snapshot(mailbox)
+                    if not mailbox.behind:
+                        yield snapshot
                 elif messages := mailbox.take():
                     yield messages
                 else:
@@ -268,7 +288,6 @@ class Live:
             self._leaving = None
         if not self._looking and not self._closed:
             self._looking = True
-            self._begin()
             self._refresh()
             self._listen(self)
         self._viewers[mailbox] = wake
@@ -289,10 +308,6 @@ class Live:
         self._timer = self._refresher = self._leaving = None
         self._forget()
 
-    def _begin(self) -> None:
-        for lock in self._source.groups if self._source is not None else ():
-            self._past(lock.state)
-
     def _forget(self) -> None:
         self._groups.clear()
         self._unheard.clear()
@@ -304,28 +319,46 @@ class Live:
             mailbox.behind = True
             wake.set()
 
-    def _snapshot(self) -> bytes:
-        if self._timer is not None:  # everybody else is told first what this one is about to see
-            self._timer.cancel()
-            self._tick()
+    async def _snapshot(self, mailbox: Mailbox) -> bytes:
+        """Of now, slice by slice. The mailbox has caught up then, unless another term began meanwhile."""
         source = self._source
         if source is None:
+            mailbox.caught_up()
             return self._message("snapshot", Message(seq=self._seq, now=0.0, orchestrator="", groups=[]))
-        now, told = source.now(), list[Told]()
-        for lock in source.groups:
-            past = self._past(lock.state)
-            told.append(
-                Told(
-                    row=source.row(lock),
-                    open=past.reader.going_on(),
-                    past=list(past.intervals),
-                    queue=list(past.queue),
-                    log=past.told(),
-                )
-            )
+        self._snapshots += 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        try:
+            now, told = source.now(), list[msgspec.Raw]()
+            for number, lock in enumerate(tuple(source.groups)):
+                if number % SLICE == 0:
+                    await asyncio.sleep(0)
+                    if self._source is not source or self._closed:
+                        return b""
+                    self._read()
+                told.append(self._raw(self._whole(source, lock)))
+            mailbox.caught_up()  # what happens while it is on its way comes after it
+        finally:
+            self._snapshots -= 1
+            if self._dirty:
+                self._tick_soon()
         return self._message(
             "snapshot", Message(seq=self._seq, now=now, orchestrator=source.instance, groups=told)
         )
+
+    def _whole(self, source: Term, lock: GroupLock) -> Told:
+        past = self._past(lock.state)
+        return Told(
+            row=source.row(lock),
+            open=past.reader.going_on(),
+            past=list(past.intervals),
+            queue=list(past.queue),
+            log=past.told(),
+        )
+
+    def _raw(self, told: Told) -> msgspec.Raw:
+        return msgspec.Raw(self._encoder.encode(told))
 
     def _message(self, kind: str, message: Message) -> bytes:
         data = self._encoder.encode(message)

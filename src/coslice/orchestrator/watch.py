@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from coslice.core.ids import GroupId
 
 PAUSE = 0.1
-"""Seconds between two messages to one watcher, at least."""
+"""Seconds between two messages to one watcher, at least, for each ``MANY`` groups in them."""
+MANY = 100
 
 
 class Watchers:
@@ -28,8 +29,10 @@ class Watchers:
         for event in self._changes:
             event.set()
 
-    async def follow(self, group: str) -> AsyncIterator[None]:
-        """Yields at once, and again after changes of ``group`` (empty: of any), until stopped."""
+    async def follow(self, group: str, groups: int) -> AsyncIterator[None]:
+        """Yields at once, and again after changes of ``group`` (empty: of any of ``groups``), until
+        stopped."""
+        pause = PAUSE if group else PAUSE * max(1.0, groups / MANY)
         event = asyncio.Event()
         self._changes[event] = group
         try:
@@ -37,6 +40,6 @@ class Watchers:
                 event.clear()
                 yield
                 await event.wait()
-                await asyncio.sleep(PAUSE)  # what else changes meanwhile goes into the same message
+                await asyncio.sleep(pause)  # what else changes meanwhile goes into the same message
         finally:
             del self._changes[event]
