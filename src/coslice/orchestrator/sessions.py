@@ -14,7 +14,8 @@ import grpc
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.ids import Epoch, GroupId, RequestId, SessionId
+from coslice.core.group_state import is_lost
+from coslice.core.ids import Epoch, GroupId, JobId, RequestId, SessionId
 from coslice.orchestrator import convert, views
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.outbox import End, Outbox
@@ -164,6 +165,7 @@ class Sessions:
         self._groups, self._clock, self._grace, self._limit = groups, clock, grace, limit
         self._forgotten, self._heap = forgotten, heap
         self._sessions: dict[SessionId, Session] = {}
+        self._of_job: dict[JobId, dict[SessionId, Session]] = {}
         self._stopping = False
 
     def __len__(self) -> int:
@@ -191,7 +193,9 @@ class Sessions:
         if known is None and len(self._sessions) >= self._limit:
             text = f"{self._limit} sessions are open, the limit of this orchestrator: raise max_sessions"
             return convert.refused("", pb.LIMIT, text, limit=str(self._limit))
-        other = next((s.who for s in self.connected() if _rival(s.who, who)), None)
+        of_job = self._of_job.get(who.job, {}).values()
+        connected = (session.who for session in of_job if session.outbox is not None)
+        other = next((one for one in connected if one.incarnation != who.incarnation), None)
         if other is None:
             return None
         text = (
@@ -206,6 +210,7 @@ class Sessions:
         session = self._sessions.get(who.session)
         if session is None:
             session = self._sessions[who.session] = Session(who)
+            self._of_job.setdefault(who.job, {})[who.session] = session
             if self._heap is not None:
                 self._heap.began()
         if session.outbox is not None:
@@ -219,7 +224,7 @@ class Sessions:
         """Tell the groups that know this session that it is back; returns the leases that it still holds."""
         name = session.who.session
         for lock in self._groups:
-            if views.knows(lock.state, name):
+            if lock.state.lost and is_lost(lock.state, name):  # from before a restart
                 session.locks[lock.id] = lock
         for lock in list(session.locks.values()):
             await lock.post(ev.SessionResumed(at=self._clock.now(), session=name))
@@ -247,7 +252,12 @@ class Sessions:
             lock.tell(ev.SessionClosed(at=self._clock.now(), session=session.who.session))
 
     def _forget(self, session: Session) -> None:
-        self._sessions.pop(session.who.session, None)
+        who = session.who
+        self._sessions.pop(who.session, None)
+        if of_job := self._of_job.get(who.job):
+            of_job.pop(who.session, None)
+            if not of_job:
+                del self._of_job[who.job]
         self._forgotten(session)
         if self._heap is not None:
             self._heap.ended(left=len(self._sessions))
@@ -263,7 +273,3 @@ class Sessions:
                 session.forget.cancel()
             if session.outbox is not None:
                 session.outbox.close(end)
-
-
-def _rival(one: convert.Identity, other: convert.Identity) -> bool:
-    return one.job == other.job and one.incarnation != other.incarnation
