@@ -77,7 +77,7 @@ def step(holdings: Holdings, event: NodeEvent) -> Step[Holdings, NodeEffect]:
     forget_old_losses(turn)
     effects = tuple(turn.effects)
     if turn.holdings is not holdings and not same_word(holdings, turn.holdings):
-        turn.set(version=holdings.version + 1)
+        turn.holdings = replace(turn.holdings, version=holdings.version + 1)
         effects = (fx.PushFacts(), *effects)  # first, so that a report is never ahead of what it reports
     return Step(turn.holdings, effects, tuple(turn.reasons))
 
@@ -193,7 +193,7 @@ def _queue(turn: NodeTurn, event: ev.MakeResidentCommanded) -> None:
     if held.queued is not None:
         turn.say(ReasonCode.STALE, f"{held.queued.op} is dropped before it began: {event.op} is newer")
     op = Operation(op=event.op, epoch=event.epoch, job=event.job, need=event.need, freeze=event.freeze)
-    turn.set(epoch=event.epoch, queued=op)
+    turn.holdings = replace(held, epoch=event.epoch, queued=op)
     if held.running is not None:
         turn.say(ReasonCode.QUEUED, f"{event.op} waits for {held.running.op}")
 

@@ -143,12 +143,22 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
     if policy.remembers:
         memory.note_ask(turn, event)
         memory.note_end(turn, group)
-    swap.fault_lost(turn)
+    if _may_have_lost(group, turn.group):
+        swap.fault_lost(turn)
     _advance(turn, policy)
     if turn.group.drained:
         draining.ask(turn)
     _keep_books(turn, group)
     return turn.done()
+
+
+def _may_have_lost(before: Group, after: Group) -> bool:
+    """Is it not plain that nobody more waits for a state that is lost than before the event?"""
+    return (
+        after.views is not before.views
+        or after.waiters is not before.waiters
+        or (after.occupancy is not before.occupancy and type(after.occupancy) is Swapping)
+    )
 
 
 def _on_acquire(turn: Turn, event: ev.AcquireRequested) -> None:
@@ -314,9 +324,10 @@ def _advance(turn: Turn, policy: Policy) -> None:
                 RefuseCode.GROUP_EMPTY,
                 f"the last node of group {group.id} is gone: {_nobody(group)}",
             )
-    on = group.occupancy
-    free = group.waiters and group.views and type(on) is not Held and type(on) is not Swapping
-    candidates = _willing(group) if free else ()
+    on = type(group.occupancy)
+    candidates: tuple[Waiter, ...] = ()
+    if group.waiters and group.views and on is not Held and on is not Swapping:
+        candidates = _willing(group)
     reserved: Reserve | None = None
     if candidates:
         past = memory.remembered(group) if policy.remembers else {}
@@ -362,16 +373,18 @@ def _keep_books(turn: Turn, before: Group) -> None:
     """What follows from the rest: since when, whether the holder is waited for, records nobody needs."""
     group = turn.group
     was, now = before.occupancy, group.occupancy
+    since = group.since
     if was is not now and (type(was) is not type(now) or occupant(before) != occupant(group)):
-        turn.set(since=turn.at)
-        group = turn.group
+        since = turn.at
     if type(now) is Held:
         waited_for = contended(group)
         if waited_for and now.contended_since is None:
-            turn.set(occupancy=replace(now, contended_since=turn.at))
+            now = replace(now, contended_since=turn.at)
         elif not waited_for and now.contended_since is not None:
             spent = now.contended_s + max(0.0, turn.at - now.contended_since)
-            turn.set(occupancy=replace(now, contended_s=spent, contended_since=None))
+            now = replace(now, contended_s=spent, contended_since=None)
+    if since != group.since or now is not group.occupancy:
+        turn.group = replace(group, since=since, occupancy=now)
     if group.jobs is not before.jobs:
         for record in group.jobs:
             if not record.sessions and record.fault is None:

@@ -10,7 +10,7 @@ A context is the whole job's on this node, however many processes it has: one of
 on the device is ``Live(whole=False)``, which occupies the device and cannot be granted before a restore.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from typing import Literal, assert_never, final
@@ -276,20 +276,21 @@ def least(holdings: Holdings, context: Context) -> int:
     return max(peak, size, context.use + coming if coming < size else 0)
 
 
-def restores_into(holdings: Holdings, job: JobId, declared: int) -> int:
-    """The room that a restore of ``job`` must find."""
-    context = find(holdings, job)
+def need_and_room(holdings: Holdings, context: Context | None, declared: int) -> tuple[int, int]:
+    """What a job that shall come in will take (0: unknown), and the room that a restore of it must find."""
     if context is None or type(context.place) is Lost:
-        return declared
-    return max(declared, least(holdings, context), _declared(context))
+        return declared, declared
+    own = _declared(context)
+    room = max(declared, least(holdings, context), own)
+    return room if own else declared, room
+
+
+def restores_into(holdings: Holdings, job: JobId, declared: int) -> int:
+    return need_and_room(holdings, find(holdings, job), declared)[1]
 
 
 def need_of(holdings: Holdings, job: JobId, declared: int) -> int:
-    """What a job that shall come in will take; 0: unknown."""
-    context = find(holdings, job)
-    if context is None or type(context.place) is Lost:
-        return declared
-    return max(declared, reserve(holdings, context))
+    return need_and_room(holdings, find(holdings, job), declared)[0]
 
 
 def occupies(context: Context) -> bool:
@@ -303,7 +304,7 @@ def occupies(context: Context) -> bool:
 def others(holdings: Holdings, job: JobId) -> list[Context]:
     """Who else is on the device, least recently used first, in an order that only the state decides."""
 
-    found = [c for c in holdings.contexts if c.job != job and occupies(c)]
+    found = [c for c in holdings.contexts if type(c.place) is not Saved and c.job != job and occupies(c)]
     if len(found) < 2:
         return found
 
@@ -330,11 +331,11 @@ def residuals(holdings: Holdings, *, but: JobId) -> int:
     return total
 
 
-def fits_beside(holdings: Holdings, job: JobId, need: int, beside: Iterable[Context]) -> bool:
+def fits_beside(holdings: Holdings, job: JobId, need: int, beside: Sequence[Context]) -> bool:
     """Is there room for ``need`` bytes with those jobs left where they are? Unknown figures never fit."""
-    shares = [taken(holdings, c) for c in beside]
     if not holdings.device_budget or not need:
-        return not shares
+        return not beside
+    shares = [taken(holdings, c) for c in beside]
     if not all(shares):
         return False
     return need + sum(shares) + residuals(holdings, but=job) <= holdings.device_budget

@@ -60,7 +60,7 @@ def hold(
         bytes_in=bytes_in,
         bytes_out=bytes_out,
     )
-    turn.set(occupancy=held)
+    turn.group = replace(turn.group, occupancy=held)
     if frozen is not None:
         turn.thaw(held.job)
         turn.say(ReasonCode.THAWED, f"{held.job} goes on with lease {frozen.epoch}, now under epoch {epoch}")
@@ -172,12 +172,10 @@ def yield_(turn: Turn, event: ev.LeaseYielded) -> None:
             turn.say(ReasonCode.REPEATED, f"{event.job} had yielded lease {event.epoch} already")
             return
         raise _rejection(turn.group, event)
-    held = replace(held, holders=holders)
-    turn.put_lease(held)
     if record is not None:
         others = [y for y in record.yields if y.session != event.session]
         turn.put_record(replace(record, yields=(*others, LastYield(event.session, event.epoch))))
-    settle(turn, held)
+    settle(turn, replace(held, holders=holders))
 
 
 def ask(turn: Turn, held: Held, why: str) -> None:
@@ -211,9 +209,10 @@ def ask_again(turn: Turn, session: SessionId) -> None:
 
 
 def settle(turn: Turn, held: Held) -> None:
-    """End the lease, held or frozen, if nobody is left who would end it."""
+    """Store the lease, held or frozen, as it is now; or end it, if nobody is left who would end it."""
     states = [h.state for h in held.holders]
     if left := states.count(HolderState.ACTIVE):
+        turn.put_lease(held)
         turn.say(
             ReasonCode.PARTLY_YIELDED, f"{held.job}: {left} more of its processes hold lease {held.epoch}"
         )
@@ -222,10 +221,11 @@ def settle(turn: Turn, held: Held) -> None:
         record = record_of(turn.group, held.job)
         yielded = len({h.session for h in held.holders})
         if yielded < held.world and record is not None and record.sessions:
+            turn.put_lease(held)
             text = f"{held.job}: {yielded} of {held.world} processes have yielded"
             turn.say(ReasonCode.PARTLY_YIELDED, text)
             return
-    if turn.group.occupancy is held:
+    if frozen_lease(turn.group, held.job) is None:
         end(turn, held, f"{held.job} gave up lease {held.epoch} after {turn.at - held.since:.3f} s")
         return
     turn.drop_frozen(held.job)
@@ -240,12 +240,13 @@ def revoke(turn: Turn, held: Held, why: str) -> None:
 
 def end(turn: Turn, held: Held, text: str) -> None:
     """The lock is free; the job's state stays where it is until somebody needs the room."""
-    group = turn.group
-    turn.set(
+    group, spent = turn.group, turn.at - held.since
+    turn.group = replace(
+        group,
         occupancy=Resident(job=held.job),
-        held_s=group.held_s + max(0.0, turn.at - held.since),
+        held_s=group.held_s + spent if spent > 0 else group.held_s,
         # it is out of its section now, so that moving it is worth another try
-        stuck=tuple([s for s in group.stuck if s.job != held.job]),
+        stuck=tuple([s for s in group.stuck if s.job != held.job]) if group.stuck else (),
     )
     turn.say(ReasonCode.YIELDED, text)
     if not turn.group.waiters:

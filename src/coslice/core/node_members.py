@@ -103,14 +103,19 @@ def settled(context: Context) -> Context:
             return context
     elif type(place) is not Saved and type(place) is not Partly:
         return context
-    parked = [m.parked for m in context.members]
-    away = [m.parked or m.part for m in context.members]
-    if all(parked):
+    all_parked, some_away, some_here = True, False, False
+    for member in context.members:
+        all_parked = all_parked and member.parked
+        if member.parked or member.part:
+            some_away = True
+        else:
+            some_here = True
+    if all_parked:
         residual = place.residual if type(place) is Saved else 0
         return replace(context, place=Saved(bytes=context.bytes, residual=residual), use=0)
-    if type(place) is Partly and all(away):
+    if type(place) is Partly and not some_here:
         return context
-    if any(away):
+    if some_away:
         return replace(context, place=Live(whole=False, reason=IN_PART))
     return context if type(place) is Live else replace(context, place=Live(), use=context.bytes)
 

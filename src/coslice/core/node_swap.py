@@ -26,10 +26,9 @@ from coslice.core.holdings import (
     in_transit,
     lacking,
     mib,
-    need_of,
+    need_and_room,
     others,
     residuals,
-    restores_into,
     saved_bytes,
     taken,
 )
@@ -44,38 +43,40 @@ LEAST_AGAIN = 16
 
 
 def advance(turn: NodeTurn) -> None:
-    while in_transit(turn.holdings) is None:
-        op = turn.holdings.running
-        if op is None:
-            if turn.holdings.queued is None:
+    if in_transit(turn.holdings) is not None:
+        return
+    while True:
+        held = turn.holdings
+        if held.running is not None:
+            if not _next_move(turn, held.running):
                 return
-            turn.set(running=replace(turn.holdings.queued, begun=turn.at), queued=None)
-        elif not _next_move(turn, op):
+        elif held.queued is not None:
+            begun = replace(held.queued, begun=turn.at)
+            turn.holdings = replace(held, running=begun, queued=None)
+        else:
             return
 
 
 def _next_move(turn: NodeTurn, op: Operation) -> bool:
-    """Begin whatever comes next; False if only an event from outside (room, a deadline) can help."""
+    """Begin whatever comes next; False if only an answer, room or a deadline can help."""
     held = turn.holdings
     context = find(held, op.job)
-    need = need_of(held, op.job, op.need)
     if context is not None and op.need > context.need:
         turn.put(replace(context, need=op.need))
         return True
-    room = restores_into(held, op.job, op.need)
+    need, room = need_and_room(held, context, op.need)
     if held.device_budget and room > held.device_budget:
         return _no_room(turn, op, room, beside=0)
     beside = others(held, op.job)
     if beside and (evictee := _to_evict(held, op, need, beside)) is not None:
-        _evict(turn, op, evictee, need)
-        return True
+        return _evict(turn, op, evictee, need)
     if context is None or not _must_return(context):
         _done(turn, op, context, need)
         return True
     if not fits_beside(held, op.job, room, beside):
         return _await_room(turn, op, room)
     try_restore(turn, op, context)
-    return True
+    return False
 
 
 def _must_return(context: Context) -> bool:
@@ -97,7 +98,8 @@ def _to_evict(held: Holdings, op: Operation, need: int, beside: list[Context]) -
     return unknown or beside[0]
 
 
-def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> None:
+def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> bool:
+    """False: it is on its way out, and only an answer or a deadline can help."""
     held = turn.holdings
     if type(evictee.place) is Lost:
         return _evict_lost(turn, op, evictee, evictee.place)
@@ -111,13 +113,15 @@ def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> None:
             f"no room in host memory for {mib(leaving)} of {evictee.job} beside {mib(kept)} saved: "
             f"the budget is {mib(held.host_budget)}; give the agent a larger one"
         )
-        return fail(turn, op, ReasonCode.NO_ROOM, text, culprit=op.job)
+        fail(turn, op, ReasonCode.NO_ROOM, text, culprit=op.job)
+        return True
     what = f"{mib(least)} of {mib(evictee.bytes)}" if least else mib(evictee.bytes)
     turn.say(ReasonCode.EVICT, f"moving {evictee.job} out ({what}): {_why(held, op, evictee, need)}")
     place = evictee.place
     assert isinstance(place, Live | Partly)
     touched = type(place) is Partly or not place.whole
-    return try_snapshot(turn, op.op, evictee, 1, touched=touched, least=least)
+    try_snapshot(turn, op.op, evictee, 1, touched=touched, least=least)
+    return False
 
 
 def _why(held: Holdings, op: Operation, evictee: Context, need: int) -> str:
@@ -148,16 +152,18 @@ def _part(held: Holdings, op: Operation, evictee: Context, need: int) -> int:
     return lack if lack < evictee.bytes - saved else 0
 
 
-def _evict_lost(turn: NodeTurn, op: Operation, evictee: Context, place: Lost) -> None:
+def _evict_lost(turn: NodeTurn, op: Operation, evictee: Context, place: Lost) -> bool:
     """What is left on the device of a job whose state is gone; only the end of its processes frees it."""
     text = f"{evictee.job} is lost ({place.reason}), and its processes keep {mib(evictee.use)} on the device"
     rules = turn.holdings.rules
     if rules.on_stuck == "wait":
-        return fail(turn, op, ReasonCode.BLOCKED, text, culprit=evictee.job, stuck=True, pid=pid_of(evictee))
+        fail(turn, op, ReasonCode.BLOCKED, text, culprit=evictee.job, stuck=True, pid=pid_of(evictee))
+        return True
     turn.say(ReasonCode.BLOCKED, f"{text}; they are killed in {rules.stuck_grace:g} s")
     until = turn.at + rules.stuck_grace
     leaving = Leaving(of=(), attempt=0, effort=Effort.PAUSING, until=until, stuck_since=turn.at, reason=text)
-    return turn.move(evictee, leaving)
+    turn.move(evictee, leaving)
+    return False
 
 
 def _no_room(turn: NodeTurn, op: Operation, need: int, *, beside: int) -> bool:
@@ -197,7 +203,7 @@ def _done(turn: NodeTurn, op: Operation, context: Context | None, need: int) -> 
         op.job,
         *[j for j in turn.holdings.recent if j != op.job and find(turn.holdings, j) is not None],
     )
-    turn.set(running=None, finished=report, recent=recent)
+    turn.holdings = replace(turn.holdings, running=None, finished=report, recent=recent)
     turn.effects.append(report)
 
 

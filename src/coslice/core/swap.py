@@ -83,7 +83,7 @@ def begin(turn: Turn, choice: Choice) -> None:
     waiters = tuple([w for w in group.waiters if w.job != waiter.job])
     pending = tuple([v.node for v in group.views if needs_command(group, v, waiter.job, last=last)])
     if not pending:
-        turn.set(epoch=epoch, waiters=waiters)
+        turn.group = replace(group, epoch=epoch, waiters=waiters)
         reason = _why_without_command(turn.group, waiter.job, last)
         turn.say(reason.code, f"{reason.text} ({choice.reason})")
         lease.hold(turn, waiter, epoch=epoch, reason=reason)
@@ -98,7 +98,7 @@ def begin(turn: Turn, choice: Choice) -> None:
         outgoing=last if last != waiter.job else None,
         need=waiter.need,
     )
-    turn.set(epoch=epoch, waiters=waiters, occupancy=swap)
+    turn.group = replace(group, epoch=epoch, waiters=waiters, occupancy=swap)
     over = f", after {swap.outgoing}" if swap.outgoing else ""
     turn.say(
         ReasonCode.SWAP_BEGUN,

@@ -51,7 +51,7 @@ class Turn:
             if old.job == record.job:
                 self.group = replace(self.group, jobs=(*jobs[:i], record, *jobs[i + 1 :]))
                 return
-        self.set(jobs=(*jobs, record))
+        self.group = replace(self.group, jobs=(*jobs, record))
 
     def put_view(self, view: NodeView) -> None:
         views = self.group.views
@@ -93,7 +93,7 @@ class Turn:
         """Store a changed lease where it is: held, or frozen."""
         on = self.group.occupancy
         if type(on) is Held and on.job == held.job:
-            self.set(occupancy=held)
+            self.group = replace(self.group, occupancy=held)
         else:
             self.set(frozen=tuple(held if f.job == held.job else f for f in self.group.frozen))
 
