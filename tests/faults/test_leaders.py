@@ -134,12 +134,29 @@ async def test_etcd_is_killed_and_comes_back(
     await crowd.close()
 
 
+async def until_its_status_names(leader: str, others: set[str]) -> None:
+    """As those who stand by."""
+    async with asyncio.timeout(BOUND):
+        while True:
+            found = await asked(leader)
+            if found is not None and {one.address for one in found.orchestrators if not one.leads} == others:
+                break
+            await asyncio.sleep(0.05)  # it is announced to nobody
+    (first,) = (one for one in found.orchestrators if one.leads)
+    assert first.address == leader
+    assert first.lease_left_s > 0
+
+
 @on_etcd
 async def test_one_that_is_stopped_in_order_hands_over_at_once(orchestrators: Orchestrators) -> None:
     leader = await orchestrators.leader()
     crowd = Crowd(orchestrators.addresses, groups=3, waiters=3)
     queues = await crowd.arrive()
+    others = set(orchestrators.processes) - {leader}
+    await until_its_status_names(leader, others)
     orchestrators.signal(leader, signal.SIGTERM)
     await crowd.go_on()
     crowd.check(queues)
+    second = await orchestrators.leader(other_than=leader)
+    await until_its_status_names(second, others - {second})
     await crowd.close()

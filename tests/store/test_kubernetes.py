@@ -1,15 +1,17 @@
 """The Kubernetes store and its election: storms of 409, gaps in a watch, outages, writers that come late."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from store.listener import Listener
 
 from coslice.errors import ConfigError
-from coslice.store import Seat, Store, Tenure, make_election
+from coslice.store import Seat, Store, Tenure, kube_candidates, make_election
 from coslice.store.base import Conflict, StoreError
 from coslice.store.election import Deposed
 from coslice.store.kube_api import KubeApi
@@ -198,6 +200,35 @@ async def test_one_leads_and_the_others_know_whom_to_dial(elect: Elect) -> None:
     async with asyncio.timeout(BOUND):
         second, _ = await waiting
     assert second.term > first.term
+
+
+async def test_who_stands_by_is_known_while_it_lives(
+    api: FakeKubernetes, elect: Elect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = elect("a"), elect("b"), elect("c")
+    await lead(a)
+    waiting = [asyncio.ensure_future(one.campaign()) for one in (b, c)]
+
+    async def until_known(*addresses: str) -> None:
+        async with asyncio.timeout(BOUND):
+            while sorted(seat.address for seat in await a.candidates()) != list(addresses):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # it is announced to nobody
+
+    await until_known("a:1", "b:1", "c:1")
+    await b.close()
+    await until_known("a:1", "c:1")
+    assert c._known._task is not None
+    c._known._task.cancel()  # as if it had been killed
+    for later, left in ((kube_candidates.LIVES_S, 2), (kube_candidates.LEFT_S, 1)):
+        now = time.time() + later + 1
+        monkeypatch.setattr(kube_candidates, "time", SimpleNamespace(time=lambda now=now: now))
+        await a._known._renew()
+        await until_known("a:1")
+        await a._known.clear()
+        assert len(api.cluster.list(LEASES, labels="coslice-candidate=t")[0]) == left
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_of_one_who_was_deposed_every_write_is_refused(api: FakeKubernetes, elect: Elect) -> None:

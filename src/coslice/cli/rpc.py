@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coslice.errors import ConfigError, Denied, OrchestratorUnreachable, UnknownGroup
 from coslice.security.credentials import credentials_from
-from coslice.wire.leader import Dial, addresses_of
+from coslice.wire.leader import STANDS_BY, Dial, addresses_of
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
@@ -92,6 +92,8 @@ def _explained(error: grpc.RpcError, address: str) -> Exception:
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return ConfigError(details)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        if details.startswith(STANDS_BY):  # and the leader it names was not among the addresses given
+            return OrchestratorUnreachable(f"{address}: {details}. Ask there, or give all addresses")
         tls = f" ({details})" if "SSL" in details or "handshake" in details.lower() else ""
         return OrchestratorUnreachable(
             f"no orchestrator answers at {address}{tls}: start one with `coslice up`, or name another "

@@ -44,6 +44,7 @@ from coslice.orchestrator.live import Live, Term
 from coslice.orchestrator.metrics import Pushed
 from coslice.orchestrator.observer import Observer
 from coslice.orchestrator.outbox import End
+from coslice.orchestrator.roster import Roster
 from coslice.orchestrator.service import OrchestratorService
 from coslice.orchestrator.sessions import Session, Sessions
 from coslice.orchestrator.traces import Traces
@@ -136,6 +137,8 @@ class OrchestratorApp:
         """Of the present term."""
         self._standing = Supervisor("election")
         self._election: Election | None = None
+        self._seat = Seat("")
+        """In that election."""
         self._desk = Desk((SERVICE, UPSTREAM), STREAMS)
         self._health: HealthServicer | None = None
         self._term = AsyncExitStack()
@@ -174,7 +177,7 @@ class OrchestratorApp:
                 seat = Seat(*self._advertised(address, agents), id=uuid.uuid4().hex[:12])
                 election = make_election(self.config.store, seat=seat, ttl=self.config.leader_ttl)
                 stack.push_async_callback(election.close)
-                self._election, self._desk.hearsay = election, election.hearsay
+                self._seat, self._election, self._desk.hearsay = seat, election, election.hearsay
                 stack.push_async_callback(self._end_term, _STOPPING)
                 stack.push_async_callback(self._standing.stop)
                 self._standing.start("leader", self._stand(election, seat))
@@ -246,7 +249,8 @@ class OrchestratorApp:
             journal.open(clock.now())
             stack.callback(journal.close)
             stack.push_async_callback(self._supervisor.stop)
-            self._service, upstream = self._assemble(store, saved, journal, clock)
+            roster = Roster(self._election, self._seat, tenure, clock) if self._election is not None else None
+            self._service, upstream = self._assemble(store, saved, journal, clock, roster)
             await upstream.start()
             tenure.check()
             desk: Any = self._desk  # as far as services use it, a server
@@ -275,7 +279,12 @@ class OrchestratorApp:
                 await self._health.set(name, word)
 
     def _assemble(
-        self, store: Store, saved: Mapping[str, tuple[bytes, int]], journal: Journal, clock: Clock
+        self,
+        store: Store,
+        saved: Mapping[str, tuple[bytes, int]],
+        journal: Journal,
+        clock: Clock,
+        roster: Roster | None,
     ) -> tuple[OrchestratorService, UpstreamService]:
         config, watchers, traces = self.config, Watchers(), self._observer.traces
 
@@ -370,6 +379,7 @@ class OrchestratorApp:
             hello_timeout=config.hello_timeout,
             session_grace=config.session_grace,
             tls=config.tls is not None,
+            roster=roster,
         )
         return service, upstream
 

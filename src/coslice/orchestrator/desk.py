@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from coslice.store.election import Hearsay, Seat
-from coslice.wire.leader import LEADER, LEADER_FOR_AGENTS, LEADER_ID, SILENT
+from coslice.wire.leader import LEADER, LEADER_FOR_AGENTS, LEADER_ID, SILENT, STANDS_BY
 
 HOLD_S = 10.0
 """So long a stream waits here for a leader to be known."""
@@ -103,7 +103,7 @@ class Desk(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
     async def _refuse(self, messages: object, context: Context) -> None:
         seat: Seat | None = self.hearsay.leader if self.hearsay is not None else None
         if seat is None or not seat.address:
-            text = "this orchestrator stands by; no leader is known"
+            text = f"{STANDS_BY}; no leader is known"
             await context.abort(grpc.StatusCode.UNAVAILABLE, text)
             return
         where = (
@@ -111,7 +111,7 @@ class Desk(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
             (LEADER_FOR_AGENTS, seat.agents or seat.address),
             (LEADER_ID, seat.id),
         )
-        text = f"this orchestrator stands by; the leader is at {seat.address}"
+        text = f"{STANDS_BY}; the leader is at {seat.address}"
         await context.abort(grpc.StatusCode.UNAVAILABLE, text, trailing_metadata=where)
 
 

@@ -23,6 +23,7 @@ from coslice.orchestrator.agents import Agents, Link
 from coslice.orchestrator.explain import LINES, explain, jobs, known
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.outbox import End, Outbox
+from coslice.orchestrator.roster import Roster
 from coslice.orchestrator.verbs import Verbs
 from coslice.orchestrator.watch import Watchers
 from coslice.runtime.clock import Clock
@@ -59,12 +60,14 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         hello_timeout: float,
         session_grace: float,
         tls: bool = False,
+        roster: Roster | None = None,
     ) -> None:
+        """``roster``: None where no other orchestrator can be."""
         self._instance, self._groups, self._sessions, self._verbs = instance, groups, sessions, verbs
         self._agents, self._watchers, self._clock = agents, watchers, clock
         self._admin, self._admission = admin, admission
         self._hello_timeout, self._session_grace = hello_timeout, session_grace
-        self._tls = tls
+        self._tls, self._roster = tls, roster
         self._end: End | None = None
 
     def stop(self, end: End) -> None:
@@ -275,8 +278,9 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
 
     async def _status(self, group: str) -> pb.GetStatusResponse:
         """Each group as it is at one moment; of many, not all at the same."""
+        orchestrators = await self._roster.status() if self._roster is not None else []
         now = self._clock.now()
-        answer = pb.GetStatusResponse(orchestrator=self._instance, now=now)
+        answer = pb.GetStatusResponse(orchestrator=self._instance, now=now, orchestrators=orchestrators)
         for number, lock in enumerate([lock for lock in self._groups if group in ("", lock.id)]):
             if number and number % SLICE == 0:
                 await asyncio.sleep(0)  # hand-overs wait for the same loop

@@ -5,6 +5,7 @@ believes: that is decided where the state is, not by a clock. A store of one pro
 """
 
 import asyncio
+import math
 from typing import Protocol
 
 import msgspec
@@ -92,6 +93,17 @@ class Election(Protocol):
         """
         ...
 
+    async def candidates(self) -> list[Seat]:
+        """Who leads or would, as the place where the state is knows it: one that died is missing soon.
+
+        Raises ``StoreError``.
+        """
+        ...
+
+    def lease_left(self) -> float:
+        """Seconds that this process leads on if nothing more is confirmed. Of a tenure that goes on."""
+        ...
+
     async def close(self) -> None:
         """Stop leading, so that the next one need not wait. After the store was closed. Idempotent."""
         ...
@@ -107,6 +119,12 @@ class Alone:
 
     async def campaign(self) -> tuple[Tenure, Store]:
         return Tenure(), self._store
+
+    async def candidates(self) -> list[Seat]:
+        return []
+
+    def lease_left(self) -> float:
+        return math.inf
 
     async def close(self) -> None:
         pass

@@ -77,12 +77,14 @@ class EtcdElection:
                 continue
             return tenure, EtcdStore(self._api, tenure=tenure, leader=(self._key, revision))
 
-    async def standbys(self) -> list[str]:
-        """Addresses of all candidates, the leader's among them."""
+    async def candidates(self) -> list[Seat]:
         start = {"key": encoded(self._candidates), "range_end": after_prefix(self._candidates)}
         answer = await self._api.call("kv/range", start, timeout=2.0)
         seats = [_seat(kv) for kv in answer.get("kvs", ())]
-        return sorted({seat.address for seat in seats if seat is not None})
+        return [seat for seat in seats if seat is not None]
+
+    def lease_left(self) -> float:
+        return self._lease.until - asyncio.get_running_loop().time() if self._lease is not None else 0.0
 
     async def close(self) -> None:
         await self._drop("this orchestrator stops")

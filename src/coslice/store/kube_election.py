@@ -23,6 +23,7 @@ import msgspec
 from coslice.store.base import Store, StoreError
 from coslice.store.election import Deposed, Hearsay, Seat, Tenure
 from coslice.store.kube_api import LEASES, Expired, Json, KubeApi, Missing, NoAnswer, Stale
+from coslice.store.kube_candidates import Candidates
 from coslice.store.kube_location import KubeLocation
 from coslice.store.kubernetes import KubernetesStore
 from coslice.store.presence import first_of, process_gone
@@ -53,9 +54,13 @@ class LeaseElection:
         self.tenure = Tenure(0)
         self.floor = 0
         self.hearsay = Hearsay()
+        self._until = 0.0
+        """While we lead: when we do no longer if nothing more is confirmed."""
+        self._known = Candidates(self._api, seat)
 
     async def campaign(self) -> tuple[Tenure, Store]:
         self.hearsay.leader = None
+        self._known.begin()
         await self._stop_keeping()
         while True:
             try:
@@ -70,10 +75,18 @@ class LeaseElection:
         self.tenure = Tenure(_term(lease))
         self.floor = _taken(lease)
         self._keeper = asyncio.create_task(self._keep(self.tenure, self._asked), name="kubernetes lease")
+        await self._known.clear()
         return self.tenure, KubernetesStore(self._api, fence=self)
+
+    async def candidates(self) -> list[Seat]:
+        return await self._known.living()
+
+    def lease_left(self) -> float:
+        return self._until - asyncio.get_running_loop().time()
 
     async def close(self) -> None:
         lease = self._lease
+        await self._known.close()
         await self._stop_keeping()
         if lease is not None and not self.tenure.over:
             self.tenure.end("this orchestrator stops")
@@ -117,7 +130,7 @@ class LeaseElection:
 
     async def _keep(self, tenure: Tenure, since: float) -> None:
         loop = asyncio.get_running_loop()
-        until = since + self._ttl
+        until = self._until = since + self._ttl
         silence = f"the Kubernetes API confirmed nothing for {self._ttl} s"
         alarm = loop.call_at(until, tenure.end, silence)
         try:
@@ -133,7 +146,7 @@ class LeaseElection:
                 except StoreError as error:
                     tenure.end(str(error))
                     return
-                until = sent + self._ttl
+                until = self._until = sent + self._ttl
                 alarm.cancel()
                 alarm = loop.call_at(until, tenure.end, silence)
         finally:

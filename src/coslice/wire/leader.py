@@ -14,6 +14,8 @@ LEADER_FOR_AGENTS = "coslice-leader-agents"
 LEADER_ID = "coslice-leader-id"
 SILENT = "coslice-silent-leader"
 """Of a caller: the id of a leader that does not answer."""
+STANDS_BY = "this orchestrator stands by"
+"""How the details of a standby's answer begin."""
 FOLLOWS = 3
 """Hints in a row, before the other addresses are tried."""
 

@@ -622,21 +622,58 @@ class GetStatusResponse(google.protobuf.message.Message):
     ORCHESTRATOR_FIELD_NUMBER: builtins.int
     NOW_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    ORCHESTRATORS_FIELD_NUMBER: builtins.int
     orchestrator: builtins.str
     now: builtins.float
     """orchestrator's monotonic seconds"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupStatus]: ...
+    @property
+    def orchestrators(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OrchestratorStatus]:
+        """with a shared store: the leader, then who stands by"""
+
     def __init__(
         self,
         *,
         orchestrator: builtins.str = ...,
         now: builtins.float = ...,
         groups: collections.abc.Iterable[Global___GroupStatus] | None = ...,
+        orchestrators: collections.abc.Iterable[Global___OrchestratorStatus] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "now", b"now", "orchestrator", b"orchestrator"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "now", b"now", "orchestrator", b"orchestrator", "orchestrators", b"orchestrators"]) -> None: ...
 
 Global___GetStatusResponse: typing_extensions.TypeAlias = GetStatusResponse
+
+@typing.final
+class OrchestratorStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    LEADS_FIELD_NUMBER: builtins.int
+    SINCE_S_FIELD_NUMBER: builtins.int
+    LEASE_LEFT_S_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """for clients"""
+    leads: builtins.bool
+    since_s: builtins.float
+    """it leads for so long"""
+    lease_left_s: builtins.float
+    """it leads on for so long if nothing more is confirmed"""
+    term: builtins.int
+    """grows with every leader"""
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        leads: builtins.bool = ...,
+        since_s: builtins.float = ...,
+        lease_left_s: builtins.float = ...,
+        term: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "leads", b"leads", "lease_left_s", b"lease_left_s", "since_s", b"since_s", "term", b"term"]) -> None: ...
+
+Global___OrchestratorStatus: typing_extensions.TypeAlias = OrchestratorStatus
 
 @typing.final
 class GroupStatus(google.protobuf.message.Message):

@@ -1,0 +1,50 @@
+"""What ``coslice status`` says of several orchestrators."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+from orchestrator.world import World
+from rich.console import Console
+
+from coslice.cli.rpc import group_status
+from coslice.cli.show import _page
+from coslice.errors import OrchestratorUnreachable
+from coslice.store import Seat
+from coslice.wire.v1 import coslice_pb2 as pb
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+        yield World(stack)
+
+
+def text_of(state: pb.GetStatusResponse) -> str:
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(_page(state))
+    return captured.get()
+
+
+def test_status_begins_with_who_leads_and_who_stands_by() -> None:
+    leader = pb.OrchestratorStatus(address="a:1", leads=True, since_s=61, lease_left_s=4.25, term=3)
+    others = [pb.OrchestratorStatus(address=address) for address in ("b:1", "c:1")]
+    page = text_of(pb.GetStatusResponse(orchestrators=[leader, *others]))
+    assert page.startswith(
+        "orchestrator a:1 leads for 61 s (term 3, lease 4.2 s left); standing by: b:1, c:1\n"
+    )
+    assert "standing by: nobody" in text_of(pb.GetStatusResponse(orchestrators=[leader]))
+    assert "orchestrator" not in text_of(pb.GetStatusResponse())
+
+
+async def test_a_standby_names_the_leader(world: World) -> None:
+    """That one is not among the addresses given, so without TLS it is not followed there."""
+    app = await world.start(store="etcd://127.0.0.1:1/nobody")
+    assert app._election is not None
+    await app._standing.stop()
+    app._election.hearsay.leader = Seat("leader:1", id="it")
+    with pytest.raises(OrchestratorUnreachable, match="stands by; the leader is at leader:1"):
+        await asyncio.to_thread(group_status, app.address)
