@@ -6,6 +6,9 @@ against the same server in the same run, because a shared machine's milliseconds
 
 A third job with an (empty) state stays on every node, so that each hand-over really asks every agent to make
 the next job resident, and each agent answers that both fit.
+
+It fails unless all requests were granted, one after another, in the order in which the orchestrator took
+them, and the clients had their turns in that order, none before the end of the last.
 """
 
 import json
@@ -29,13 +32,16 @@ from rich.table import Table
 
 from coslice.agent.processes import start_time
 from coslice.cli.bench_client import HOLD_S
+from coslice.cli.bench_order import order_of
 from coslice.cli.rpc import agent_status, group_status
 from coslice.errors import OperationFailed
+from coslice.runtime.journal import read_journals
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 from coslice.workload import ticket
 
 GROUP = "bench"
+SOLO = "solo"
 WARM_UP = 30
 console = Console(highlight=False)
 
@@ -43,17 +49,49 @@ console = Console(highlight=False)
 def bench_handoff(*, nodes: int, rounds: int, upstream: bool, out: Path | None) -> None:
     """``upstream``: the uncontended caller and one of the two that contend speak llm-d's wire."""
     other = "upstream" if upstream else "native"
-    with tempfile.TemporaryDirectory(prefix="coslice-bench-") as folder, ExitStack() as stack:
-        address = _serve(stack, "orchestrator", Path(folder) / "orchestrator")
+    with tempfile.TemporaryDirectory(prefix="coslice-bench-") as folder:
+        state = Path(folder) / "orchestrator"
+        echo, acquire, turns = _measured(Path(folder), state, nodes=nodes, rounds=rounds, other=other)
+        order = order_of(read_journals(state / "journal.jsonl").records, GROUP)  # it has ended: all is there
+    double = sum(after["granted"] < before["yielded"] for before, after in pairwise(turns))
+    figures: dict[str, Any] = {
+        "nodes": nodes,
+        "rounds": rounds,
+        "protocols": ["native", other],
+        "echo_ms": _summary(echo),
+        "acquire_uncontended_ms": _summary(acquire),
+        "handoff_ms": _summary(_handoffs(turns)),
+        "requests": order.requests,
+        "double_grants": max(order.double_grants, double),
+        "out_of_order": order.out_of_order,
+        "lost": order.lost,
+    }
+    for name in ("acquire_uncontended", "handoff"):
+        figures[f"{name}_vs_echo"] = round(figures[f"{name}_ms"]["p50"] / figures["echo_ms"]["p50"], 2)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+    _print(figures)
+    if figures["double_grants"] or figures["out_of_order"] or figures["lost"]:
+        raise OperationFailed("the grants above are not first come, first served")
+    if [job for job in order.jobs if job != SOLO] != [turn["job"] for turn in turns]:
+        raise OperationFailed("the clients' turns are not the orchestrator's grants, one by one")
+
+
+def _measured(
+    folder: Path, state: Path, *, nodes: int, rounds: int, other: str
+) -> tuple[list[float], list[float], list[dict[str, Any]]]:
+    """Milliseconds of echoes and of uncontended acquires, and the turns of the clients that contended."""
+    with ExitStack() as stack:
+        address = _serve(stack, "orchestrator", state)
         agents = [
-            _serve(stack, "agent", Path(folder) / f"n{i}", "--node", f"n{i}", "--orchestrator", address)
+            _serve(stack, "agent", folder / f"n{i}", "--node", f"n{i}", "--orchestrator", address)
             for i in range(nodes)
         ]
         _await_nodes(address, nodes)
         echo = _echo(address, rounds)
-        solo = stack.enter_context(_client(address, "solo", other, "uncontended", rounds))
+        solo = stack.enter_context(_client(address, SOLO, other, "uncontended", rounds))
         acquire = solo.result()["acquire_ms"]
-        if not upstream:  # its callers cannot declare a need, so nobody's state could stay beside theirs
+        if other == "native":  # upstream's cannot declare a need, so nobody's state could stay beside theirs
             for agent in agents:
                 stack.enter_context(_anchor(agent))
             _await_contexts(address, nodes)
@@ -64,22 +102,7 @@ def bench_handoff(*, nodes: int, rounds: int, upstream: bool, out: Path | None) 
         turns = sorted(
             (turn for client in pair for turn in client.result()["turns"]), key=lambda turn: turn["granted"]
         )
-        echo += _echo(address, rounds)
-    figures: dict[str, Any] = {
-        "nodes": nodes,
-        "rounds": rounds,
-        "protocols": ["native", other],
-        "echo_ms": _summary(echo),
-        "acquire_uncontended_ms": _summary(acquire),
-        "handoff_ms": _summary(_handoffs(turns)),
-        "double_grants": sum(after["granted"] < before["yielded"] for before, after in pairwise(turns)),
-        "out_of_order": _out_of_order(turns),
-    }
-    for name in ("acquire_uncontended", "handoff"):
-        figures[f"{name}_vs_echo"] = round(figures[f"{name}_ms"]["p50"] / figures["echo_ms"]["p50"], 2)
-    if out is not None:
-        out.write_text(json.dumps(figures, indent=1) + "\n")
-    _print(figures)
+        return echo + _echo(address, rounds), acquire, turns
 
 
 def _print(figures: dict[str, Any]) -> None:
@@ -96,8 +119,9 @@ def _print(figures: dict[str, Any]) -> None:
         table.add_row(label, f"{row['p50']:.2f}", f"{row['p99']:.2f}", str(row["n"]), f"{ratio:.2f}")
     console.print(table)
     console.print(
-        f"{' and '.join(figures['protocols'])} contended: {figures['double_grants']} double grants, "
-        f"{figures['out_of_order']} out of order"
+        f"{' and '.join(figures['protocols'])} contended: {figures['requests']} requests, "
+        f"{figures['out_of_order']} granted out of order, {figures['double_grants']} twice, "
+        f"{figures['lost']} lost (by the orchestrator's journal)"
     )
 
 
@@ -120,15 +144,6 @@ def _handoffs(turns: list[dict[str, Any]]) -> list[float]:
         if after["job"] != before["job"]
     ]
     return found[WARM_UP:]
-
-
-def _out_of_order(turns: list[dict[str, Any]]) -> int:
-    """Grants that came before the grant of a request made at least 5 ms (more than a request is under way)
-    earlier."""
-    late = 0
-    for place, turn in enumerate(turns):
-        late += any(other["asked"] < turn["asked"] - 0.005 for other in turns[place + 1 : place + 3])
-    return late
 
 
 # ── servers ────────────────────────────────────────────────────────────────

@@ -61,13 +61,12 @@ def uncontended(client: Native | Upstream, rounds: int) -> dict[str, list[float]
 def contend(client: Native | Upstream, job: str, rounds: int) -> dict[str, list[dict[str, object]]]:
     turns: list[dict[str, object]] = []
     for _ in range(rounds // 2 + 30):
-        asked = time.monotonic()
         client.acquire()
         granted = time.monotonic()  # CLOCK_MONOTONIC: one clock for all processes of a machine
         time.sleep(HOLD_S)
         yielded = time.monotonic()
         client.give()
-        turns.append({"job": job, "asked": asked, "granted": granted, "yielded": yielded})
+        turns.append({"job": job, "granted": granted, "yielded": yielded})
     return {"turns": turns}
 
 
