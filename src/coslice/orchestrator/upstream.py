@@ -256,8 +256,9 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
         caller = _Caller(self._sessions.admit(who, answers), answers)
         caller.session.confirms = False
         self._callers[job, lock.id] = caller
-        if views.knows(lock.state, who.session):
-            await self._sessions.resume(caller.session)
+        if views.knows(lock.state, who.session):  # told, not waited for: what it asks is queued at once
+            caller.session.locks[lock.id] = lock
+            lock.tell(ev.SessionResumed(at=self._clock.now(), session=who.session))
         return caller
 
     @contextmanager
