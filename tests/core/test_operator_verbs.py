@@ -130,3 +130,26 @@ def test_a_deleted_group_tells_everybody(moment: str) -> None:
     w.detach("n0")
     w.attach("n0")
     assert w.group == deleted, "nobody brings it back by speaking to it"
+
+
+def test_a_group_is_deleted_for_want_of_users_only_if_it_has_none() -> None:
+    w, a, b = world()
+    idle = ev.GroupDeleted(at=w.now, idle=True)
+    before = w.group
+    with pytest.raises(Rejected, match="group g is in use: a holds it; b waits"):
+        w.apply(idle)
+    assert w.group == before
+    w.abandon(b)
+    w.yield_(a)
+    with pytest.raises(Rejected, match="a and b connected"):
+        w.apply(idle)
+    w.close(a)
+    w.close(b)
+    with pytest.raises(Rejected, match="state of a is there"):
+        w.apply(idle)
+    node = w.nodes[NodeId("n0")]
+    node.contexts.clear()
+    node.push()
+    w.settle()
+    w.apply(idle)
+    assert w.group.deleted

@@ -9,6 +9,7 @@ from orchestrator.raw_client import RawClient
 from orchestrator.world import World
 
 from coslice.admission.trail import KNOWN
+from coslice.errors import ConfigError
 from coslice.orchestrator.config import GroupConfig
 from coslice.profile.given import given_profile
 from coslice.profile.model import brief_profile, encode_profile
@@ -199,3 +200,26 @@ async def test_who_waits_at_the_door_of_a_group_that_is_deleted_is_told_so(world
     await a.stub.DeleteGroup(pb.DeleteGroupRequest(group="pool"), timeout=20)
     answer = await b.answer(wanted)
     assert answer.HasField("granted") or answer.refused.code in (pb.GROUP_GONE, pb.UNKNOWN_GROUP)
+
+
+async def test_other_rules_hold_at_once_and_without_any_the_door_is_open(world: World) -> None:
+    await start(world, "enforce")
+    a = await world.client("job-a", profile=says(60.0, 100.0))
+    await turns(a, 1)
+    b = await world.client("job-b", profile=says(60.0, 100.0))
+    assert (await b.refused(await b.ask("pool"))).code == pb.NOT_ADMITTED
+    wider = GroupConfig(id="pool", admission="enforce", max_slowdown=3.0, policy="fair_share")
+    done = world.app.regroup([wider])
+    assert done == ["group pool: policy is fair_share, max_slowdown is 3.0"]
+    assert world.app.regroup([wider]) == []
+    await turns(b, 1)
+    status = await a.group("pool")
+    assert (status.policy, status.admission.max_slowdown) == ("fair_share", 3.0)
+    world.app.regroup([GroupConfig(id="pool", admission="enforce")])
+    c = await world.client("job-c", profile=says(90.0, 100.0))
+    assert (await c.refused(await c.ask("pool"))).code == pb.NOT_ADMITTED
+    world.app.regroup([GroupConfig(id="pool", admission="off")])
+    await turns(c, 1)
+    assert (await a.group("pool")).admission.mode == "off"
+    with pytest.raises(ConfigError, match="is none of"):
+        world.app.regroup([GroupConfig(id="pool", admission="perhaps")])

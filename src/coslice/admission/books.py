@@ -186,7 +186,7 @@ class Books:
             if one.job in trails:
                 self.seats[one.job] = Seat.restored(one, trails[one.job], saved_at)
         if self.rules.mode != "enforce":
-            self._nobody_is_queued(at)
+            self.nobody_is_queued(at)
         self.to_judge = saved.to_judge or not same
         if group.policy in (saved.ours or saved.operator, saved.before):
             self.operator, self.ours, self.before = saved.operator, saved.ours, saved.before
@@ -194,7 +194,7 @@ class Books:
             self.operator, self.ours, self.before = group.policy, "", None
         self.look_who_is_here(at, group)
 
-    def _nobody_is_queued(self, at: float) -> None:
+    def nobody_is_queued(self, at: float) -> None:
         for seat in self.seats.values():
             if seat.queued_at is not None:
                 seat.queued_s, seat.queued_at = seat.queued_s + at - seat.queued_at, None

@@ -86,6 +86,23 @@ class Warden:
                 events.append(ev.JobEvicted(at=at, job=waiter.job, reason=why, by=BY))
         return Actions(events=tuple(events))
 
+    def configured(self, rules: Rules, policy: str, *, at: float) -> Actions:
+        """Other rules from now on. Only ``enforce`` keeps anybody waiting; off, the order is as it was."""
+        books = self.books
+        if rules != books.rules:
+            books.refused.clear()  # it might be let in now: it is asked anew
+        books.rules, books.configured, books.to_judge = rules, policy, True
+        books.changed()
+        if rules.mode == "enforce":
+            return Actions()
+        queued = tuple(seat.job for seat in books.seats.values() if seat.queued_at is not None)
+        books.nobody_is_queued(at)
+        if rules.mode == "warn":
+            return Actions(enter=queued)
+        events = (ev.PolicySet(at=at, policy=books.operator, by=BY),) if books.ours else ()
+        books.ours = ""
+        return Actions(events=events, enter=(*queued, *self.open_door().enter))
+
     # ── what happens ───────────────────────────────────────────────────────
 
     def asks(self, event: ev.AcquireRequested, declared: Pool | None = None) -> Answer:

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import grpc.aio
@@ -188,6 +188,20 @@ class AgentApp:
         with what it had. What the agent shows to the orchestrator is read at each connection anyway."""
         return self._served.read()
 
+    async def regroup(self, devices: Sequence[GroupDevices]) -> frozenset[GroupId]:
+        """Serve these groups from now on; what one has on the devices stays as it is while it is served.
+        Returns all that are served now: one that is left out is, as long as it holds something. Raises
+        ``ConfigError``, with nothing done."""
+        config = replace(self.config, groups=tuple(devices))
+        validate(config)
+        self.config = config
+        return await self._serve_groups(frozenset(one.group for one in devices))
+
+    async def holds(self, group: GroupId) -> bool:
+        """Is something of a job here that could be needed again?"""
+        served = self.groups.get(group)
+        return served is not None and not await served.is_empty()
+
     async def stop(self) -> None:
         await self._exits.aclose()
 
@@ -287,9 +301,11 @@ class AgentApp:
                 yield self._devices_of(GroupId(name))
 
     def _devices_of(self, group: GroupId) -> GroupDevices:
-        assert self.config.follow is not None
         said = next((devices for devices in self.config.groups if devices.group == group), None)
-        return said or replace(self.config.follow.default, group=group)
+        if said is None:
+            assert self.config.follow is not None
+            said = replace(self.config.follow.default, group=group)
+        return said
 
     def _follow(self, follow: Follow, registry: Registry) -> None:
         from coslice.agent.topology.kubernetes import NodeTopology

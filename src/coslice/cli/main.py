@@ -203,7 +203,7 @@ def up(
         typer.Option(
             "--group",
             "-g",
-            metavar="NAME[:cpus=1,2][:memory=SIZE][:admission=warn][:max_slowdown=X]",
+            metavar="NAME[:cpus=1,2][:memory=SIZE][:admission=warn][:max_slowdown=X][:policy=NAME]",
             help="A group of accelerators of this machine; repeat for several. Default: one, [b]default[/b].",
         ),
     ] = None,
@@ -262,6 +262,7 @@ def up(
     run_up(
         UpOptions(
             groups=groups_given(group, groups),
+            groups_file=groups,
             memory=memory,
             cpus=cpus,
             device=device,
@@ -408,6 +409,7 @@ def agent(
         orchestrator = step.orchestrator if orchestrator == DEFAULT_ORCHESTRATOR else orchestrator
     options = UpOptions(
         groups=groups_given(group, groups, node=node),
+        groups_file=groups,
         topology=topology,
         memory=memory,
         cpus=cpus,

@@ -15,9 +15,9 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,6 +26,7 @@ from coslice.admission.model import MODES, Mode
 from coslice.agent.app import AgentApp
 from coslice.agent.backends.resolve import parse_backend
 from coslice.agent.config import AgentConfig, Follow, GroupDevices
+from coslice.cli.regroup import GroupsFile
 from coslice.cli.settings import Settings, applied, parse_settings
 from coslice.core.ids import GroupId, NodeId, check_name
 from coslice.core.policy import policy_named
@@ -53,6 +54,8 @@ console = Console(stderr=True, highlight=False)
 @dataclass(frozen=True)
 class UpOptions:
     groups: tuple[str, ...] = ()
+    groups_file: Path | None = None
+    """Where these are from, to be read again."""
     memory: str | None = None
     cpus: str | None = None
     device: str = "auto"
@@ -94,8 +97,12 @@ class App(Part, Protocol):
         ...
 
 
-Serving = tuple[Sequence[App], Sequence[Part]]
-"""Those whose end is the end of the process, and all that are told to read their files again."""
+class Serving(NamedTuple):
+    apps: Sequence[App]
+    """Their end is the end of the process."""
+    parts: Sequence[Part]
+    """All that are told to read their files again."""
+    groups: GroupsFile | None = None
 
 
 def run_up(options: UpOptions) -> None:
@@ -130,7 +137,11 @@ def run_up(options: UpOptions) -> None:
             await _start(stack, agent)
             await agent.wait_ready()
             _announce_up(options, devices, orchestrator.address, agent.address, folder, sight)
-            return (orchestrator, agent), (*sight.parts(), orchestrator, own, agent)
+            return Serving(
+                (orchestrator, agent),
+                (*sight.parts(), orchestrator, own, agent),
+                _groups_file(options, agent, orchestrator, policy),
+            )
 
         _run_until_signal(serve)
 
@@ -182,7 +193,7 @@ def run_orchestrator(
                 {"ready": True, "orchestrator": app.address, "agents": app.agents_address, **sight.data()},
                 f"orchestrator at [b]{app.address}[/b]{agents}{role}{sight.text()}",
             )
-            return (app,), (*sight.parts(), app)
+            return Serving((app,), (*sight.parts(), app))
 
         _run_until_signal(serve)
 
@@ -212,7 +223,7 @@ def run_agent(options: UpOptions) -> None:
                 f"{'moving state on request' if options.direct else f'dialling {options.listen}'}"
                 f"{sight.text()}",
             )
-            return (agent,), (*sight.parts(), agent)
+            return Serving((agent,), (*sight.parts(), agent), _groups_file(options, agent))
 
         _run_until_signal(serve)
 
@@ -255,22 +266,42 @@ def _group(spec: str, options: UpOptions, policy: str) -> GroupConfig:
         raise ConfigError(f"{spec!r}: max_slowdown is a number, as in 1.10") from None
     return GroupConfig(
         id=name,
-        policy=policy,
+        policy=_policy(values["policy"]) if "policy" in values else policy,
         admission=_mode(values.get("admission") or options.admission),
         max_slowdown=max_slowdown,
     )
 
 
+def _groups_file(
+    options: UpOptions, agent: AgentApp, orchestrator: OrchestratorApp | None = None, policy: str = ""
+) -> GroupsFile | None:
+    if options.groups_file is None:
+        return None
+
+    def configs(groups: tuple[str, ...]) -> tuple[GroupConfig, ...]:
+        return tuple(_group(spec, options, policy) for spec in groups)
+
+    return GroupsFile(
+        options.groups_file,
+        node=options.node,
+        agent=agent,
+        devices=lambda groups: _devices(replace(options, groups=groups)),
+        orchestrator=orchestrator,
+        configs=configs,
+    )
+
+
 def _settings(spec: str) -> tuple[str, dict[str, str]]:
     """The name of a group, and what is said of it alone."""
+    spec, _, policy = spec.partition(":policy=")  # which may have colons of its own
     name, *settings = spec.split(":")
-    values: dict[str, str] = {}
+    values: dict[str, str] = {"policy": policy} if policy else {}
     for setting in settings:
         key, _, value = setting.partition("=")
         if key not in ("cpus", "memory", "admission", "max_slowdown") or not value:
             raise ConfigError(
-                f"{spec!r}: after the name come cpus=1,2, memory=512MiB, admission=warn and "
-                f"max_slowdown=1.1, not {setting!r}"
+                f"{spec!r}: after the name come cpus=1,2, memory=512MiB, admission=warn, "
+                f"max_slowdown=1.1 and last policy=fifo, not {setting!r}"
             )
         values[key] = value
     return name, values
@@ -498,7 +529,9 @@ def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[Serving]]) -> 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
-        parts: list[Part] = []
+        files: list[Serving] = []
+        reading: set[asyncio.Task[None]] = set()
+        one_at_a_time = asyncio.Lock()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, stop.set)
         had_terminal = _terminal()
@@ -508,15 +541,17 @@ def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[Serving]]) -> 
             if had_terminal and not _terminal():
                 stop.set()
             else:
-                _reload(parts)
+                task = asyncio.ensure_future(_reload(files, one_at_a_time))
+                reading.add(task)
+                task.add_done_callback(reading.discard)
 
         loop.add_signal_handler(signal.SIGHUP, hung_up)
         async with AsyncExitStack() as stack:
             serving = asyncio.ensure_future(serve(stack))
             await _first(stop.wait(), serving)  # it may wait for another process, and a signal still ends it
             if serving.done() and not serving.cancelled():
-                apps, parts[:] = serving.result()
-                await _first(stop.wait(), *(app.wait() for app in apps))
+                files.append(serving.result())
+                await _first(stop.wait(), *(app.wait() for app in serving.result().apps))
             if console.is_terminal:  # where it is a log, only log lines go
                 console.print("stopping …", style="dim")
 
@@ -545,16 +580,23 @@ def _terminal() -> bool:
     return True
 
 
-def _reload(parts: Sequence[Part]) -> None:
-    try:
-        changed = list(dict.fromkeys(name for part in parts for name in part.reload()))
-    except ConfigError as error:
-        log.error("SIGHUP: nothing is changed: %s", error)
-        return
-    log.warning(
-        "SIGHUP: read again: %s. Options, groups files and settings need a restart",
-        ", ".join(changed) or "token secret and certificates are as before",
-    )
+async def _reload(files: Sequence[Serving], one_at_a_time: asyncio.Lock) -> None:
+    """``files``: empty while it starts, when all is read anyway."""
+    async with one_at_a_time:
+        try:
+            parts = [part for serving in files for part in serving.parts]
+            changed = list(dict.fromkeys(name for part in parts for name in part.reload()))
+        except ConfigError as error:
+            log.error("SIGHUP: nothing is changed: %s", error)
+            return
+        said = ", ".join(changed) or "token secret and certificates are as before"
+        for groups in (serving.groups for serving in files if serving.groups is not None):
+            try:
+                done = await groups.reload()
+                said += f"; {', '.join(done) or 'groups are as before'}"
+            except ConfigError as error:
+                log.error("SIGHUP: groups are as before: %s", error)
+        log.warning("SIGHUP: read again: %s. Options and settings need a restart", said)
 
 
 def _say(as_json: bool, data: dict[str, object], text: str) -> None:

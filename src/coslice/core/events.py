@@ -235,6 +235,8 @@ class GroupDeleted(_Event, frozen=True, kw_only=True):
     """An operator says that there shall be no such group any more."""
 
     reason: str = ""
+    idle: bool = False
+    """Only if nobody is in it."""
 
 
 @final

@@ -133,7 +133,7 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
     elif type(event) is ev.NodeUndrained:
         draining.undrain(turn, event)
     elif type(event) is ev.GroupDeleted:
-        operator_verbs.delete(turn, event.reason)
+        operator_verbs.delete(turn, event.reason, idle=event.idle)
     else:
         assert_never(event)
     if turn.group.settle_by is not None and not missing(turn.group):

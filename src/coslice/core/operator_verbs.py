@@ -6,9 +6,11 @@ Called by ``core.group``. Each says plainly who is affected; ``Rejected`` names 
 from coslice.core import effects as fx
 from coslice.core import lease, sessions
 from coslice.core.effects import ReasonCode, RefuseCode
-from coslice.core.group_state import Empty, Held, is_lost, lease_with, record_of, waiting
+from coslice.core.events import ContextState
+from coslice.core.group_state import Empty, Group, Held, is_lost, lease_with, record_of, waiting
 from coslice.core.ids import JobId
 from coslice.core.outcome import Rejected
+from coslice.core.prose import names
 from coslice.core.turn import Turn
 
 
@@ -56,8 +58,13 @@ def evict(turn: Turn, job: JobId, because: str, by: str) -> None:
         lease.revoke(turn, held, why)
 
 
-def delete(turn: Turn, because: str) -> None:
-    """Nobody waits for it or holds it any more, and it has no node: whoever asks is told so."""
+def delete(turn: Turn, because: str, *, idle: bool = False) -> None:
+    """Nobody waits for it or holds it any more, and it has no node: whoever asks is told so. ``idle``: only
+    if that is nobody."""
+    if idle and (inside := _inside(turn.group)):
+        raise Rejected(
+            RefuseCode.FAILED.value, f"group {turn.group.id} is in use: {inside}", group=turn.group.id
+        )
     held, name = turn.group.occupancy, turn.group.id
     why = f"group {name} was deleted{f': {because}' if because else ''}"
     turn.say(ReasonCode.DELETED, why)
@@ -77,6 +84,23 @@ def delete(turn: Turn, because: str) -> None:
         settle_by=None,
         deleted=True,
     )
+
+
+def _inside(group: Group) -> str:
+    """Who would miss it, in prose."""
+    on, queue = group.occupancy, waiting(group)
+    lost = {s.session for s in group.lost}
+    here = [r.job for r in group.jobs if any(s not in lost for s in r.sessions)]
+    states = {c.job for v in group.views for c in v.facts.contexts if c.state is not ContextState.LOST}
+    said = [f"{on.job} holds it"] if isinstance(on, Held) else []
+    said += (
+        [f"{names(w.job for w in queue)} waits" if len(queue) == 1 else f"{names(w.job for w in queue)} wait"]
+        if queue
+        else []
+    )
+    said += [f"{names(here)} connected"] if here and not said else []
+    said += [f"state of {names(sorted(states))} is there"] if states and not said else []
+    return "; ".join(said)
 
 
 __all__ = ["delete", "evict", "forget"]

@@ -92,6 +92,19 @@ class Admissions:
             )
         return warden
 
+    def configured(self, lock: GroupLock) -> None:
+        """Its configuration may be another one now."""
+        warden, config = self._wardens.get(lock), lock.config
+        if warden is None:
+            return
+        rules = Rules(mode=config.admission, max_slowdown=config.max_slowdown, queue_limit=self._queue_limit)
+        if (rules, config.policy) == (warden.rules, warden.books.configured):
+            return
+        self._carry_out(lock, warden.configured(rules, config.policy, at=self._clock.now()))
+        if rules.mode == "off":
+            self._enter(lock, [knock.event.job for knock in self._doors.get(lock, {}).values()])
+        self._judge_soon(lock)
+
     def resume(self, locks: Iterable[GroupLock]) -> None:
         """Take up what was saved of these groups, before anything is heard of them."""
         for lock in locks:

@@ -14,7 +14,7 @@ import errno
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from coslice.core import effects as fx
 from coslice.core.ids import GroupId
+from coslice.core.outcome import Rejected
 from coslice.errors import ConfigError
 from coslice.observe.board import Board
 from coslice.observe.metric import Reading, Source
@@ -36,7 +37,7 @@ from coslice.orchestrator.admin import Admin
 from coslice.orchestrator.admission import Admissions
 from coslice.orchestrator.admission_store import AdmissionStore
 from coslice.orchestrator.agents import Agents
-from coslice.orchestrator.config import OrchestratorConfig, agents_address, check
+from coslice.orchestrator.config import GroupConfig, OrchestratorConfig, agents_address, check
 from coslice.orchestrator.desk import Desk, Stream
 from coslice.orchestrator.groups import Groups
 from coslice.orchestrator.job_meter import OF_JOBS
@@ -426,6 +427,32 @@ class OrchestratorApp:
         """Read token secret and certificates again; returns what changed. Raises ``ConfigError``, and goes on
         with what it had."""
         return self._served.read()
+
+    def regroup(self, configs: Sequence[GroupConfig]) -> list[str]:
+        """The groups that are configured from now on. Opens and changes what is new or different at once, and
+        deletes none. Returns what was done; raises ``ConfigError``, with nothing done."""
+        config = replace(self.config, groups=tuple(configs))
+        check(config)
+        self.config = config
+        if (shown := self._shown) is None:
+            return []
+        done = shown.groups.configure(config.groups)
+        for lock in shown.groups:
+            shown.admission.configured(lock)
+        return done
+
+    async def delete_idle(self, name: str, reason: str) -> str:
+        """Delete a group that nobody is in. Returns why it was not, naming who is; empty: it is gone."""
+        lock = self._shown.groups.get(name) if self._shown is not None else None
+        if self._shown is None or lock is None:
+            return ""
+        if at_door := self._shown.admission.at_door().get(lock.id):
+            return f"group {name} is in use: {at_door} request(s) wait for admission"
+        try:
+            await self._shown.groups.delete(lock, reason, idle=True)
+        except Rejected as refusal:
+            return str(refusal)
+        return ""
 
     async def stop(self) -> None:
         """End every stream, so that clients and agents come back to a successor; keep every lease.

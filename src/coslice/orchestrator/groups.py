@@ -6,7 +6,7 @@ the last decisions with their reasons. Called by the session and agent handlers;
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -46,6 +46,13 @@ class Decision(Struct, frozen=True):
     reasons: tuple[fx.Reason, ...]
 
 
+def _changes(old: GroupConfig, new: GroupConfig) -> str:
+    fields = ("policy", "admission", "max_slowdown")
+    return ", ".join(
+        f"{name} is {getattr(new, name)}" for name in fields if getattr(old, name) != getattr(new, name)
+    )
+
+
 def _told_again(event: ev.GroupEvent) -> bool:
     """Agents repeat facts when they attach, and an operation's report when it is commanded again."""
     return isinstance(event, ev.OpSucceeded | ev.NodeReported)
@@ -79,6 +86,11 @@ class GroupLock:
         """Place in the global order of groups."""
         self.decisions: deque[Decision] = deque(maxlen=REMEMBERED)
         self.post, self.put, self.tell, self.run = driver.post, driver.put, driver.tell, driver.run
+
+    def configure(self, config: GroupConfig) -> None:
+        """As if it had been opened with that; rank and nodes stay as they are."""
+        self.config = config
+        self._driver.step_with(functools.partial(core.step, policy=policy_named(config.policy)))
 
     @property
     def state(self) -> Group:
@@ -169,12 +181,27 @@ class Groups:
         slot = self._deleted.pop(name, None) or Slot(self._store, KEY + name, CODEC)
         return self._open(self._config_of(name), slot)
 
-    async def delete(self, lock: GroupLock, reason: str) -> None:
+    def configure(self, configs: Sequence[GroupConfig]) -> list[str]:
+        """Open what is new, and change what is different, now. Returns what is different, in prose. A group
+        that is left out stays open, as one that agents offer."""
+        self._configured = {config.id: config for config in configs}
+        done = []
+        for config in configs:
+            lock = self._locks.get(config.id)
+            if lock is None:
+                self.open(config.id)
+            elif lock.config != config:
+                done.append(f"group {config.id}: {_changes(lock.config, config)}")
+                lock.configure(config)
+        return done
+
+    async def delete(self, lock: GroupLock, reason: str, *, idle: bool = False) -> None:
         """Nobody waits for it or holds it any more. An agent that dials anew and offers it opens it again.
+        ``idle``: only if nobody is in it; raises ``Rejected`` naming who is.
 
         Its driver goes on, deaf, for whoever still speaks to it on an open stream.
         """
-        await lock.post(ev.GroupDeleted(at=self._clock.now(), reason=reason))
+        await lock.post(ev.GroupDeleted(at=self._clock.now(), reason=reason, idle=idle))
         if self._locks.get(lock.config.id) is lock:
             del self._locks[lock.config.id]
             self._deleted[lock.config.id] = lock.slot

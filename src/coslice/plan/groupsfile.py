@@ -9,6 +9,7 @@ devices = [[0]]            # of each of these nodes
 # memory = "512MiB"        # and its size
 # admission = "enforce"    # off, warn or enforce, in place of coslice up --admission
 # max_slowdown = 1.10      # what it goes by
+# policy = "fair_share"    # in place of coslice up --policy
 """
 
 import json
@@ -32,6 +33,7 @@ class GroupEntry(Struct, frozen=True, forbid_unknown_fields=True):
     memory: str = ""
     admission: str = ""
     max_slowdown: float = 0.0
+    policy: str = ""
 
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,5 +108,7 @@ def group_options(path: Path, node: str) -> list[str]:
             option += f":admission={group.admission}"
         if group.max_slowdown:
             option += f":max_slowdown={group.max_slowdown:g}"
+        if group.policy:
+            option += f":policy={group.policy}"  # the last: it may have colons of its own
         options.append(option)
     return options

@@ -105,6 +105,10 @@ class Driver(Generic[S, E, F]):
         self._running = False
         self._stopped: Stopped | None = None
 
+    def step_with(self, step: Callable[[S, E], Step[S, F]]) -> None:
+        """From the next event on."""
+        self._step = step
+
     @property
     def state(self) -> S:
         """The newest state that is durable, but for what is told again."""

@@ -1,0 +1,96 @@
+"""A groups file that is read again while ``coslice up`` or ``coslice agent`` runs.
+
+New groups are opened, what is said of a group anew holds at once, and one that is not in the file any more
+is deleted if nobody is in it; else it is kept, and the log says who. Its cores and memory a group keeps until
+the next start. A file with a mistake in it changes nothing.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from coslice.agent.app import AgentApp
+from coslice.agent.config import GroupDevices
+from coslice.cli.plan import groups_given
+from coslice.core.ids import GroupId
+from coslice.errors import ConfigError
+from coslice.orchestrator.app import OrchestratorApp
+from coslice.orchestrator.config import GroupConfig
+
+log = logging.getLogger(__name__)
+OF_DEVICES = ("cpus=", "memory=")
+
+
+class GroupsFile:
+    """``devices`` and ``configs`` make of the file's lines, as for ``--group``, what agent and orchestrator
+    are told; they raise ``ConfigError``. ``orchestrator`` None: it is another process."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        node: str | None,
+        agent: AgentApp,
+        devices: Callable[[tuple[str, ...]], tuple[GroupDevices, ...]],
+        orchestrator: OrchestratorApp | None = None,
+        configs: Callable[[tuple[str, ...]], tuple[GroupConfig, ...]] | None = None,
+    ) -> None:
+        self._path, self._node, self._agent, self._devices = path, node, agent, devices
+        self._orchestrator, self._configs = orchestrator, configs
+        self._known = _by_name(groups_given(None, path, node=node))
+        """The line of every group that is served."""
+
+    async def reload(self) -> list[str]:
+        """Returns what was done, in prose. Raises ``ConfigError``, with nothing done."""
+        read = _by_name(groups_given(None, self._path, node=self._node))
+        lines = {name: _with_devices_of(self._known.get(name), line) for name, line in read.items()}
+        self._devices(tuple(lines.values()))
+        if self._configs is not None:
+            self._configs(tuple(lines.values()))
+        for name, line in read.items():
+            if lines[name] != line:
+                log.error("SIGHUP: group %s keeps its cores and memory until the next start", name)
+        stay = {name: line for name, line in lines.items() if name in self._known}
+        done: list[str] = []
+        for name in [name for name in self._known if name not in read]:
+            if why := await self._in_use(name):
+                log.error("SIGHUP: group %s is not in %s any more, and stays: %s", name, self._path, why)
+                stay[name] = self._known[name]
+            else:
+                done.append(f"group {name} is deleted")
+        for name in [name for name in lines if name not in self._known]:
+            try:
+                self._devices((*stay.values(), lines[name]))
+            except ConfigError as error:  # one that stays has its cores
+                log.error("SIGHUP: group %s is not opened: %s", name, error)
+                continue
+            stay[name] = lines[name]
+            done += [f"group {name} is new"]
+        if self._orchestrator is not None and self._configs is not None:
+            done += self._orchestrator.regroup(self._configs(tuple(stay.values())))
+        before = {device.group: device for device in self._agent.config.groups}
+        devices = self._devices(tuple(stay.values()))
+        await self._agent.regroup([before.get(device.group, device) for device in devices])
+        self._known = stay
+        return done
+
+    async def _in_use(self, name: str) -> str:
+        """Why it cannot go; empty: it can, and the orchestrator of this process has it no more."""
+        if await self._agent.holds(GroupId(name)):
+            return "jobs have processes or state there"
+        if self._orchestrator is None:
+            return ""
+        return await self._orchestrator.delete_idle(name, "it is not in the groups file any more")
+
+
+def _by_name(lines: Sequence[str]) -> dict[str, str]:
+    return {line.partition(":")[0]: line for line in lines}
+
+
+def _with_devices_of(old: str | None, line: str) -> str:
+    """What is said of cores and memory in ``line`` is as it was."""
+    if old is None:
+        return line
+    name, *parts = line.split(":")
+    devices = [part for part in old.split(":") if part.startswith(OF_DEVICES)]
+    return ":".join((name, *devices, *(part for part in parts if not part.startswith(OF_DEVICES))))

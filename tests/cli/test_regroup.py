@@ -1,0 +1,110 @@
+"""A groups file that changes while ``coslice up`` runs: SIGHUP, with a real process."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.conftest import COSLICE, ENVIRONMENT
+from cli.conftest import coslice as run
+
+import coslice
+from coslice.cli.plan import groups_given
+from coslice.cli.regroup import _with_devices_of
+from coslice.cli.up import UpOptions, _group
+
+BOUND = 60.0
+BASE = '[[groups]]\nname = "{}"\ncpus = [{}]\nmemory = "16MiB"\n'
+
+
+class Up:
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "groups.toml"
+        self.folder, self.process = folder, None
+
+    def start(self) -> None:
+        command = [*COSLICE, "up", "--json", "--listen", "127.0.0.1:0", "--agent-listen", "127.0.0.1:0"]
+        command += ["--device", "host", "--state", str(self.folder / "state"), "--groups", str(self.file)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, text=True, env=ENVIRONMENT, **pipes)
+        assert self.process.stdout is not None
+        self.address = json.loads(self.process.stdout.readline())["orchestrator"]
+
+    def write(self, *groups: str) -> None:
+        self.file.write_text("\n".join(groups))
+
+    def hang_up(self) -> list[str]:
+        """The lines of the log about it; the last says what was done, or why nothing was."""
+        assert self.process is not None
+        assert self.process.stderr is not None
+        self.process.send_signal(signal.SIGHUP)
+        lines = []
+        for line in self.process.stderr:
+            if "SIGHUP" in line:
+                lines.append(line.partition("SIGHUP: ")[2].strip())
+                if lines[-1].startswith("read again"):
+                    return lines
+        raise AssertionError(f"it ended: {lines}")
+
+    def groups(self) -> dict[str, dict[str, Any]]:
+        shown = json.loads(run("status", "--json", "-o", self.address).stdout)
+        return {group["group"]: group for group in shown["groups"]}
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    made = Up(tmp_path)
+    yield made
+    if made.process is not None:
+        made.process.kill()
+        made.process.communicate()
+
+
+def test_groups_come_change_and_go_but_for_those_in_use(up: Up) -> None:
+    up.write(BASE.format("one", 0), BASE.format("two", 1))
+    up.start()
+    with coslice.Client(up.address, job="job-a", groups="one") as a:
+        a.acquire(timeout=BOUND)
+        up.write(BASE.format("three", 1) + 'policy = "fifo"\n', BASE.format("four", 0))
+        lines = up.hang_up()
+        assert (
+            lines[0]
+            == f"group one is not in {up.file} any more, and stays: group one is in use: job-a holds it"
+        )
+        assert lines[1].startswith("group four is not opened: groups one and four both want core 0")
+        assert "group two is deleted, group three is new" in lines[2]
+        groups = up.groups()
+        assert sorted(groups) == ["one", "three"]
+        assert groups["three"]["policy"] == "fifo"
+        a.yield_()
+        a.acquire("three", timeout=BOUND)
+        up.file.write_text("[[groups]]\n")
+        assert up.hang_up()[0].startswith(f"groups are as before: {up.file}: not a groups file")
+        a.yield_("three")
+    up.write(BASE.format("three", 1) + 'policy = "priority:class/job-a=1"\nadmission = "warn"\n')
+    (line,) = up.hang_up()
+    assert "group one is deleted, group three: policy is priority:class/job-a=1, admission is warn" in line
+    groups = up.groups()
+    assert sorted(groups) == ["three"]
+    assert (groups["three"]["policy"], groups["three"]["admission"]["mode"]) == (
+        "priority:class/job-a=1",
+        "warn",
+    )
+
+
+def test_cores_and_memory_stay_until_the_next_start() -> None:
+    old = "one:cpus=0,1:memory=1MiB:admission=warn"
+    new = "one:cpus=2:memory=2MiB:max_slowdown=1.5:policy=priority:class/job-a=1"
+    kept = _with_devices_of(old, new)
+    assert kept == "one:cpus=0,1:memory=1MiB:max_slowdown=1.5:policy=priority:class/job-a=1"
+    assert _with_devices_of(None, new) == new
+    assert _group(kept, UpOptions(), "fifo").policy == "priority:class/job-a=1"
+
+
+def test_a_policy_of_its_own_is_read_from_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "groups.toml"
+    file.write_text(BASE.format("one", 0) + 'policy = "fair_share:weight/job-a=2"\n')
+    assert groups_given(None, file) == ("one:cpus=0:memory=16MiB:policy=fair_share:weight/job-a=2",)
