@@ -105,16 +105,17 @@ class Crowd:
 
     async def go_on(self) -> None:
         """The holders yield; then each waiter has its turn."""
-        await asyncio.gather(*(self._leave(group, f"{group}-holder") for group in self.groups))
         async with asyncio.timeout(5 * BOUND):
+            await asyncio.gather(*(self._leave(group, f"{group}-holder") for group in self.groups))
             await asyncio.gather(*self._turns)
 
     async def close(self) -> None:
-        for turn in self._turns:
-            turn.cancel()
-        await asyncio.gather(*self._turns, return_exceptions=True)
-        await asyncio.gather(*(client.close() for client in self._clients.values()))
-        await asyncio.gather(*(agent.stop() for agent in self._agents))
+        async with asyncio.timeout(BOUND):
+            for turn in self._turns:
+                turn.cancel()
+            await asyncio.gather(*self._turns, return_exceptions=True)
+            await asyncio.gather(*(client.close() for client in self._clients.values()))
+            await asyncio.gather(*(agent.stop() for agent in self._agents))
 
     async def _status(self) -> pb.GetStatusResponse:
         for address in self._addresses.split(","):

@@ -111,8 +111,9 @@ async def test_a_paused_leader_that_wakes_up_changes_nothing(orchestrators: Orch
     assert await whom_it_names(old) == new
     await crowd.go_on()
     crowd.check(queues)
-    for closing in (crowd, late):
-        await closing.close()
+    async with asyncio.timeout(2 * BOUND):
+        for closing in (crowd, late):
+            await closing.close()
 
 
 @on_etcd

@@ -92,3 +92,23 @@ async def test_a_dialler_ends_though_grpc_loses_its_cancellation(
     assert lost
     assert done
     assert task.cancelled()
+
+
+async def test_a_cancellation_that_meets_the_connection_is_not_lost() -> None:
+    class Channel:
+        def __init__(self) -> None:
+            self.ready = asyncio.get_running_loop().create_future()
+
+        async def channel_ready(self) -> None:
+            await self.ready
+
+    channel: Any = Channel()
+    link = Link("127.0.0.1:1", hello=pb.AgentHello, command=lambda command: None)
+    reaching = asyncio.create_task(link._reach(channel))
+    for _ in range(3):
+        await asyncio.sleep(0)  # it waits
+    channel.ready.set_result(None)
+    await asyncio.sleep(0)  # connected, and nobody was told yet
+    reaching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reaching

@@ -128,10 +128,10 @@ class Link:
         wrong meanwhile, so we say that much."""
         if self._dial.several:
             return await _answers(channel)
+        ready = asyncio.ensure_future(channel.channel_ready())
         try:
-            await asyncio.wait_for(
-                asyncio.shield(ready := asyncio.ensure_future(channel.channel_ready())), QUIET_S
-            )
+            async with asyncio.timeout(QUIET_S):  # ``asyncio.wait_for`` loses cancellations in 3.11
+                await asyncio.shield(ready)
         except TimeoutError:
             secured = " with TLS" if self._credentials.encrypted else ""
             log.warning(
