@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SWITCH_S = 0.0005
+SWITCH_S = 0.0001
 _lock = threading.Lock()
 _inside: list[float] = []
 """Of each that is inside: what was in force before the first of them."""

@@ -102,9 +102,10 @@ def bench_scale(*, groups: int, jobs: int, rate: float, seconds: float, out: Pat
         period = groups / rate
         _run(loaders, period, period, groups)  # every lock once: what is new then is new only once
         scraper = stack.enter_context(Scraper(f"{http}/metrics", SCRAPE_S))
-        before, wall = _cpu(server), time.monotonic()
+        before, waited, wall = _cpu(server), _waited(server), time.monotonic()
         ran = _run(loaders, seconds, period, groups)
-        busy = (_cpu(server) - before) / (time.monotonic() - wall)
+        wall = time.monotonic() - wall
+        busy, short = (_cpu(server) - before) / wall, (_waited(server) - waited) / wall
         server_ms = scraper.end()
         rss = _rss(server)
         figures: dict[str, Any] = {
@@ -119,6 +120,7 @@ def bench_scale(*, groups: int, jobs: int, rate: float, seconds: float, out: Pat
             "missed": sum(one["missed"] for one in ran),
             "troubles": [trouble for one in ran for trouble in one["troubles"]],
             "busy_cpu_pct": round(100 * busy, 1),
+            "cpu_wait_pct": round(100 * short, 1),
             "idle_cpu_pct": round(100 * idle, 1),
             "rss_mib": round(rss / (1 << 20), 1),
             "keepalive_s": KEEPALIVE_S,
@@ -190,6 +192,11 @@ def _cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
+def _waited(pid: int) -> float:
+    """Seconds so far that its event loop could have gone on and had no core (sched-stats, 2nd field)."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
 def _idle(pid: int) -> float:
     """Share of a core that it takes while nobody asks for anything."""
     before, began = _cpu(pid), time.monotonic()
@@ -218,6 +225,7 @@ def _print(figures: dict[str, Any]) -> None:
         table.add_row(f"orchestrator: {name}, p50, p99", f"{own['p50']:.1f}, {own['p99']:.1f} ms")
     table.add_row("hand-overs measured, moments missed", f"{took['n']:,}, {figures['missed']:,}")
     table.add_row("processor, busy", f"{figures['busy_cpu_pct']:.0f} % of a core")
+    table.add_row("… waited for a core", f"{figures['cpu_wait_pct']:.0f} % of the time")
     table.add_row("processor, idle", f"{figures['idle_cpu_pct']:.0f} % of a core")
     table.add_row("memory", f"{figures['rss_mib']:,.0f} MiB")
     found = figures["lease_detection_s"]

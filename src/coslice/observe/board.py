@@ -5,6 +5,7 @@ An app adds what it has when it is made; one board may carry several apps (``cos
 
 import asyncio
 import importlib.metadata
+import time
 from collections.abc import Callable
 from itertools import chain
 
@@ -17,7 +18,13 @@ from coslice.observe.lag import Lag
 from coslice.observe.metric import Metric, Readings, Source
 from coslice.threads import computing
 
+REST_S = 0.004
 INFO = Metric("coslice_info", "gauge", "Always 1; the version that runs here.", ("version",))
+
+
+def _rest() -> None:
+    """Nobody waits for a scrape as a job waits for its grant."""
+    time.sleep(REST_S)
 
 
 class Board:
@@ -48,7 +55,7 @@ class Board:
 
     def _render(self) -> bytes:
         with computing():
-            return text(chain(self._readings.collect(), self.registry.collect()))
+            return text(chain(self._readings.collect(), self.registry.collect()), rest=_rest)
 
     def waiting_for(self) -> dict[str, str]:
         """The parts that are not ready, each with why."""

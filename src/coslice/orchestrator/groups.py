@@ -121,12 +121,17 @@ class Groups:
         self._observer = observer
         self._configured = {group.id: group for group in config.groups}
         self._locks: dict[str, GroupLock] = {}
+        self._losing: dict[str, GroupLock] = {}
         self._deleted: dict[str, Slot[Group]] = {}
         """Their epochs stay in the store: a group of that name goes on above them."""
         self._perform: Perform = lambda group, effect: None
 
     def __iter__(self) -> Iterator[GroupLock]:
         return iter(self._locks.values())
+
+    def losing(self) -> tuple[GroupLock, ...]:
+        """Those that wait for a session to come back."""
+        return tuple(self._losing.values())
 
     def __len__(self) -> int:
         return len(self._locks)
@@ -204,6 +209,7 @@ class Groups:
         await lock.post(ev.GroupDeleted(at=self._clock.now(), reason=reason, idle=idle))
         if self._locks.get(lock.config.id) is lock:
             del self._locks[lock.config.id]
+            self._losing.pop(lock.config.id, None)
             self._deleted[lock.config.id] = lock.slot
             self._observer.deleted(lock.id)
 
@@ -236,7 +242,7 @@ class Groups:
             save=slot.save,
             perform=functools.partial(self._perform, GroupId(config.id)),
             record=functools.partial(self._record, config.id),
-            changed=lambda state: self._changed(state.id),
+            changed=self._is_changed,
             told_again=_told_again,
             on_stall=core.stalled,
             stall_limit=max(1.0, self._config.session_grace / 2),
@@ -247,8 +253,18 @@ class Groups:
                 driver.tell(ev.NodesChanged(at=now, nodes=nodes))
         lock = self._locks[config.id] = GroupLock(config, driver, slot)
         self._locks = {one.config.id: one for one in sorted(self._locks.values(), key=lambda one: one.order)}
+        if state.lost:
+            self._losing[config.id] = lock
         self._supervisor.start(f"group {config.id}", lock.run())
         return lock
+
+    def _is_changed(self, state: Group) -> None:
+        lock = self._locks.get(state.id)
+        if state.lost and lock is not None:
+            self._losing[state.id] = lock
+        else:
+            self._losing.pop(state.id, None)
+        self._changed(state.id)
 
     def _record(self, name: str, at: float, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
         lock = self._locks.get(name)

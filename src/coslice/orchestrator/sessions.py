@@ -223,8 +223,8 @@ class Sessions:
     async def resume(self, session: Session) -> dict[GroupId, Epoch]:
         """Tell the groups that know this session that it is back; returns the leases that it still holds."""
         name = session.who.session
-        for lock in self._groups:
-            if lock.state.lost and is_lost(lock.state, name):  # from before a restart
+        for lock in self._groups.losing():  # they knew it before a restart
+            if is_lost(lock.state, name):
                 session.locks[lock.id] = lock
         for lock in list(session.locks.values()):
             await lock.post(ev.SessionResumed(at=self._clock.now(), session=name))
