@@ -3,6 +3,7 @@
 import gc
 import json
 import multiprocessing
+import os
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -20,10 +21,13 @@ PARTS = 20
 def bench_sim(*, processes: int, nodes: int, jobs: int, hours: float, out: Path | None) -> None:
     """One day of many jobs on many nodes, or its first hours.
 
-    ``steps_per_s``: all core steps ÷ wall time of the run, in ``processes`` together. ``steps_per_cpu_s``: ÷
-    the processor time that they took, which a busy machine does not change as much.
+    ``steps_per_s``: all core steps ÷ wall time of the run, in ``processes`` together (0: one for each core
+    that we may use). ``steps_per_cpu_s``: ÷ the processor time that they took, which a busy machine does not
+    change as much. A core step is one call of ``core.group.step`` or (``node_steps`` of them) of
+    ``core.context.step``.
     """
     count = max(1, min(PARTS, nodes, jobs))
+    processes = min(count, processes or len(os.sched_getaffinity(0)))
     parts = [
         Part(
             nodes=nodes // count + (n < nodes % count),
@@ -42,6 +46,8 @@ def bench_sim(*, processes: int, nodes: int, jobs: int, hours: float, out: Path 
         "steps_per_cpu_s": steps / sum(one.cpu_s for one in told),
         "processes": processes,
         "core_steps": steps,
+        "node_steps": sum(one.node_steps for one in told),
+        "cpu_s": sum(one.cpu_s for one in told),
         "seconds": wall,
         "simulated_s": 3600 * hours,
         "nodes": nodes,

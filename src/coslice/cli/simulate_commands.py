@@ -132,7 +132,9 @@ def simulate(
 
 
 def sim(
-    processes: Annotated[int, typer.Option(min=1, help="Worker processes; groups are independent.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=0, help="Worker processes; groups are independent. 0: one for each core.")
+    ] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes, a group on each.")] = 1000,
     jobs: Annotated[int, typer.Option(min=1, help="Jobs that come in the day.")] = 10_000,
     quick: Annotated[

@@ -34,6 +34,7 @@ class Part(Struct, frozen=True):
 
 class Told(Struct, frozen=True):
     core_steps: int
+    node_steps: int
     seconds: float
     useful_duty: float
     slowdown: float
@@ -47,6 +48,7 @@ def run_part(part: Part) -> Told:
     report = simulate(scenario(part))
     return Told(
         core_steps=report.core_steps,
+        node_steps=report.node_steps,
         seconds=report.seconds,
         useful_duty=report.useful_duty,
         slowdown=report.slowdown_spread.mean,

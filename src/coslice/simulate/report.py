@@ -67,6 +67,8 @@ class Report(Struct, frozen=True, kw_only=True):
     seconds: float
     """What the simulation itself took."""
     core_steps: int
+    node_steps: int
+    """So many of them of the nodes' side (``core.context.step``), the others of locks."""
     jobs: dict[str, JobReport]
     groups: dict[str, PoolReport]
 
@@ -110,6 +112,7 @@ def report(engine: Engine, *, policy: str) -> Report:
         window_s=window,
         seconds=engine.wall_s,
         core_steps=total,
+        node_steps=engine.node_steps,
         jobs=jobs,
         groups=pools,
     )
