@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.conftest import COSLICE, ENVIRONMENT
-from cli.conftest import coslice as run
+from cli.conftest import COSLICE, ENVIRONMENT, in_process
 from client.waiting import wait_for
 
 import coslice
+from coslice.cli.rpc import orchestrator
+from coslice.wire.v1 import coslice_pb2 as pb
 
 BOUND = 60.0
 
@@ -21,8 +22,8 @@ BOUND = 60.0
 class Cluster:
     """An orchestrator and one agent, each a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.address = folder, "127.0.0.1:0"
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.address, self.monkeypatch = folder, "127.0.0.1:0", monkeypatch
         self.started: list[subprocess.Popen[str]] = []
 
     def orchestrator(self) -> "subprocess.Popen[str]":
@@ -51,17 +52,26 @@ class Cluster:
         return process
 
     def drain(self, *options: str) -> "subprocess.CompletedProcess[str]":
-        return run("drain", "n0", *options, "-o", self.address)
+        return in_process("drain", "n0", *options, "-o", self.address, monkeypatch=self.monkeypatch)
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, monkeypatch)
     yield made
     for process in made.started:
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+def until_attached(address: str) -> pb.GroupStatus:
+    with orchestrator(address) as stub:
+        for state in stub.WatchStatus(pb.GetStatusRequest(), timeout=BOUND):
+            for group in state.groups:
+                if any(node.attached for node in group.nodes):
+                    return group
+    raise AssertionError("the watch ended")
 
 
 def until_told(process: "subprocess.Popen[str]", text: str) -> None:
@@ -74,11 +84,11 @@ def until_told(process: "subprocess.Popen[str]", text: str) -> None:
 
 
 def test_a_node_is_drained_over_the_death_of_the_orchestrator_and_serves_again(cluster: Cluster) -> None:
-    orchestrator, agent = cluster.orchestrator(), cluster.agent()
+    server, agent = cluster.orchestrator(), cluster.agent()
     a, b = (coslice.Client(cluster.address, job=job, groups="default") for job in ("job-a", "job-b"))
     a.acquire(timeout=BOUND)
     granted = threading.Event()
-    waiter = threading.Thread(target=lambda: (b.acquire(timeout=BOUND), granted.set()))
+    waiter = threading.Thread(target=lambda: (b.acquire(), granted.set()), daemon=True)
     waiter.start()
 
     wait = cluster.spawn("drain", "n0", "--wait", "--reason", "new fan", "-o", cluster.address)
@@ -92,8 +102,8 @@ def test_a_node_is_drained_over_the_death_of_the_orchestrator_and_serves_again(c
     assert "n0 is drained already" in late.stdout
     assert "after 0.1 s it is not out yet. n0 stays drained" in late.stderr
 
-    orchestrator.kill()
-    orchestrator.wait()
+    server.kill()
+    server.wait()
     cluster.orchestrator()
     a.yield_()
     out = cluster.drain("--wait", "--json")
@@ -103,12 +113,10 @@ def test_a_node_is_drained_over_the_death_of_the_orchestrator_and_serves_again(c
     agent.send_signal(signal.SIGINT)  # the maintenance itself
     agent.wait(BOUND)
     cluster.agent()
-    status = json.loads(run("status", "--json", "-o", cluster.address).stdout)
-    (node,) = status["groups"][0]["nodes"]
-    assert node["attached"]
-    assert node["drained"]["reason"] == "new fan"
-    assert [w["job"] for w in status["groups"][0]["waiters"]] == ["job-b"]
-    assert "out for maintenance" in status["groups"][0]["waiters"][0]["reason"]
+    group = until_attached(cluster.address)
+    assert group.nodes[0].drained.reason == "new fan"
+    assert [waiter.job for waiter in group.waiters] == ["job-b"]
+    assert "out for maintenance" in group.waiters[0].reason
     assert not granted.is_set()
     assert cluster.drain("--undo").stdout == "n0 serves again.\n"
     waiter.join(BOUND)

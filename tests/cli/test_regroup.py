@@ -5,16 +5,16 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli.conftest import COSLICE, ENVIRONMENT
-from cli.conftest import coslice as run
 
 import coslice
 from coslice.cli.plan import groups_given
 from coslice.cli.regroup import _with_devices_of
+from coslice.cli.rpc import group_status
 from coslice.cli.up import UpOptions, _group
+from coslice.wire.v1 import coslice_pb2 as pb
 
 BOUND = 60.0
 BASE = '[[groups]]\nname = "{}"\ncpus = [{}]\nmemory = "16MiB"\n'
@@ -49,9 +49,8 @@ class Up:
                     return lines
         raise AssertionError(f"it ended: {lines}")
 
-    def groups(self) -> dict[str, dict[str, Any]]:
-        shown = json.loads(run("status", "--json", "-o", self.address).stdout)
-        return {group["group"]: group for group in shown["groups"]}
+    def groups(self) -> dict[str, pb.GroupStatus]:
+        return {group.group: group for group in group_status(self.address).groups}
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def test_groups_come_change_and_go_but_for_those_in_use(up: Up) -> None:
         assert "group two is deleted, group three is new" in lines[2]
         groups = up.groups()
         assert sorted(groups) == ["one", "three"]
-        assert groups["three"]["policy"] == "fifo"
+        assert groups["three"].policy == "fifo"
         a.yield_()
         a.acquire("three", timeout=BOUND)
         up.file.write_text("[[groups]]\n")
@@ -89,10 +88,8 @@ def test_groups_come_change_and_go_but_for_those_in_use(up: Up) -> None:
     assert "group one is deleted, group three: policy is priority:class/job-a=1, admission is warn" in line
     groups = up.groups()
     assert sorted(groups) == ["three"]
-    assert (groups["three"]["policy"], groups["three"]["admission"]["mode"]) == (
-        "priority:class/job-a=1",
-        "warn",
-    )
+    assert groups["three"].policy == "priority:class/job-a=1"
+    assert groups["three"].admission.mode == "warn"
 
 
 def test_cores_and_memory_stay_until_the_next_start() -> None:
