@@ -54,6 +54,13 @@ async def test_two_jobs_of_60_percent_exchange_what_lacks_and_keep_every_bit(nod
         before[name] = await digest(jobs[name])
     assert agent.peak_device_bytes[GROUP] <= 200 * MIB
 
+    c = await node.workload("job-c", size=MIB)  # of unknown need: what is left of the others leaves too
+    assert c.said[-1].get("error", "") == ""
+    done = (await node.orchestrator.make_resident(GROUP, "job-c", 20)).done
+    assert contexts(done.residency) == {"job-a": "SAVED", "job-b": "SAVED", "job-c": "LIVE"}
+    assert (await node.orchestrator.make_resident(GROUP, "job-a", 21)).done.restored
+    assert await digest(a) == before["job-a"]
+
 
 async def test_a_job_that_is_partly_there_outlives_the_agent(node: Node) -> None:
     agent = await node.start(budget=200 * MIB)

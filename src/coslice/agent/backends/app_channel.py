@@ -88,6 +88,7 @@ class AppChannelBackend(Defaults):
         await self._make_room(leaving, orders)
         for member in leaving:  # what left on an order that it did not answer in time has left all the same
             member.full = max(member.full if member.unsure else 0, _measure(member))
+        there = [member.state_bytes - member.away for member in leaving]
         if ahead is not None:
             ahead.begin(leaving)
         outcomes = await asyncio.gather(
@@ -101,7 +102,7 @@ class AppChannelBackend(Defaults):
         try:
             if len(moved) < len(outcomes):
                 raise _as_move_error([outcome for outcome in outcomes if isinstance(outcome, BaseException)])
-            await self._verify(leaving, orders, moved)
+            await self._verify(leaving, orders, moved, there)
         except MoveError:
             if ahead is not None:
                 await ahead.call_off()  # the room is theirs who go back
@@ -200,14 +201,18 @@ class AppChannelBackend(Defaults):
                 self._buffers.release(member.buffer)
 
     async def _verify(
-        self, members: Sequence[Member], orders: Sequence[pb.MoveOut], moved: Sequence[pb.Moved]
+        self,
+        members: Sequence[Member],
+        orders: Sequence[pb.MoveOut],
+        moved: Sequence[pb.Moved],
+        there: Sequence[int],
     ) -> None:
-        """Raise ``MoveError`` unless the members' memory really fell.
+        """Raise ``MoveError`` unless the members' memory really fell. ``there``: what they had before.
 
         The kernel tells nobody when memory has become free (pages of another thread's malloc trim, batched
         counters), so this measures again for a moment before it calls the process a liar.
         """
-        wanted = [_wanted(*each) for each in zip(members, orders, moved, strict=True)]
+        wanted = [_wanted(*each) for each in zip(members, orders, moved, there, strict=True)]
         deadline = time.monotonic() + self._settle
         while True:
             fallen = [_fall(m, a, w) for m, a, w in zip(members, moved, wanted, strict=True)]
@@ -250,11 +255,12 @@ def _shares(members: Sequence[Member], least: int) -> list[int]:
     return [-(-least * size // sum(there)) for size in there]
 
 
-def _wanted(member: Member, order: pb.MoveOut, answer: pb.Moved) -> int:
-    """Bytes that had to leave. It said how many did; of all of it, that is what it had registered."""
+def _wanted(member: Member, order: pb.MoveOut, answer: pb.Moved, there: int) -> int:
+    """Bytes that had to leave. It said how many did; of all of it, that is what it had registered before, or
+    has now if that is less."""
     if order.tags or order.at_least_bytes:
         return max(answer.bytes, order.at_least_bytes)
-    return member.state_bytes - member.away if not answer.left_bytes else answer.bytes
+    return min(there, member.state_bytes) if not answer.left_bytes else answer.bytes
 
 
 def _measure(member: Member) -> int:
