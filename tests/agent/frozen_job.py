@@ -16,7 +16,7 @@ from coslice.workload import register
 
 def main() -> None:
     about = json.loads(sys.argv[1])
-    torch.manual_seed(1)
+    torch.manual_seed(about.get("seed", 1))
     base = [torch.nn.Parameter(torch.randn(MIB // 4), requires_grad=False) for _ in range(about["base"])]
     torch.manual_seed(sum(about["job"].encode()))
     lora = [torch.nn.Parameter(torch.randn(MIB // 4)) for _ in range(about["adapter"])]

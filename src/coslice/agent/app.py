@@ -25,6 +25,7 @@ from coslice.agent import upstream as upstream_service
 from coslice.agent.backends.base import NodeContext
 from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import BufferServer, HostBuffers
+from coslice.agent.common import CommonCopies
 from coslice.agent.config import (
     AgentConfig,
     Follow,
@@ -103,6 +104,7 @@ class _Parts(NamedTuple):
     store: Store
     found: dict[str, tuple[bytes, int]]
     buffers: HostBuffers
+    common: CommonCopies
     backend: Backends
 
 
@@ -216,6 +218,8 @@ class AgentApp:
         buffers = HostBuffers(config.host_budget, disk=_disk(config), per_job=config.host_per_job)
         buffers.idle = self._saved_and_idle
         exits.callback(buffers.close)
+        common = CommonCopies(self.members)
+        exits.callback(common.close)
         exits.push_async_callback(self._surveyor.close)
         node = NodeContext(config=config, buffers=buffers, surveyor=self._surveyor, store=store, found=found)
         backend = self.backends = Backends(node, default=config.backend, settings=config.backends)
@@ -226,7 +230,7 @@ class AgentApp:
         )
         self._baselines = self._baseline_slot.state() or Baselines()
         exits.callback(self._forget_members)
-        self._parts = _Parts(store, found, buffers, backend)
+        self._parts = _Parts(store, found, buffers, common, backend)
         for devices in self._served_at_start(found):
             self._add_group(_measured_device(devices))
         tickets = Tickets(uid=os.getuid())
@@ -245,7 +249,7 @@ class AgentApp:
         if buffers.disk is not None:
             known = {member.buffer for member in self.members}
             buffers.disk.keep_only(known.__contains__)
-        socket = BufferServer(buffer_socket(config), buffers, registry.by_token, tickets)
+        socket = BufferServer(buffer_socket(config), buffers, registry.by_token, tickets, common)
         log.debug("buffers are handed over in %s", runtime)
         await socket.start()
         exits.push_async_callback(socket.stop)
@@ -362,7 +366,7 @@ class AgentApp:
             await group.close()
 
     def _add_group(self, devices: GroupDevices) -> None:
-        store, found, buffers, backend = self._parts
+        store, found, buffers, common, backend = self._parts
         key = f"{HOLDINGS}{devices.group}"
         slot = self._slots.setdefault(devices.group, Slot(store, key, CODEC, found.get(key)))
         self.groups[devices.group] = ServedGroup(
@@ -379,6 +383,7 @@ class AgentApp:
             clock=self._clock,
             members=self.members,
             buffers=buffers,
+            common=common,
             backend=backend,
             publish=self._publish,
             meter=self._meter,

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from coslice.agent.common import CommonCopies
+from coslice.agent.members import Member
 from coslice.agent.tickets import NoTicket, Tickets
 from coslice.agent.tiers.disk import Damaged
 from coslice.agent.tiers.host import HostBuffers, NoHostMemory
@@ -50,8 +52,10 @@ class BufferServer:
         buffers: HostBuffers,
         member_of: Callable[[str, int], "Owner | None"],
         tickets: Tickets,
+        common: CommonCopies | None = None,
     ) -> None:
         """``member_of(token, pid)``: who registered with this token from this process, if anybody."""
+        self._common = common
         self._path, self._buffers, self._member_of, self._tickets = path, buffers, member_of, tickets
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -104,6 +108,7 @@ class BufferServer:
             token, size = str(request["token"]), int(request.get("bytes", 0))
             give, hold = bool(request.get("give", False)), bool(request.get("hold", True))
             shared, again = str(request.get("share", "")), bool(request.get("again", False))
+            device = str(request.get("device", ""))
         except (ValueError, KeyError, TypeError, AttributeError):
             _close_all(fds)
             return _reply(connection, code="INVALID", message='send one line {"token": ..., "bytes": N}')
@@ -115,6 +120,8 @@ class BufferServer:
                 code="INVALID",
                 message="no registered process has this token and pid: register, then ask from that process",
             )
+        if shared and device:
+            return self._share_on_device(connection, owner, shared, size, fds, device)
         if shared:
             return await self._share(connection, owner, shared, size, fds, again=again)
         if give:
@@ -154,6 +161,33 @@ class BufferServer:
             return _reply(connection, code="NO_ROOM", message=str(error))
         except NotShareable as error:
             return _reply(connection, code="INVALID", message=f"frozen weights are not shared: {error}")
+        return _reply(connection, size=size, fd=fd)
+
+    def _share_on_device(
+        self,
+        connection: socket.socket,
+        owner: "Owner",
+        digest: str,
+        size: int,
+        fds: list[int],
+        where: str,
+    ) -> None:
+        """The copy on the device: ``here``, asked for or, with its descriptor, handed over; or left."""
+        _close_all(fds[1:])
+        made, fd = (fds[0] if fds else None), None
+        try:
+            if self._common is None or not isinstance(owner, Member):
+                raise NotShareable("this agent shares none on the device")
+            if where == "here":
+                taken, made = made, None
+                fd = self._common.use(owner, digest, size, taken)
+            else:
+                self._common.away(owner, digest, size, for_good=where == "never")
+        except NotShareable as error:
+            return _reply(connection, code="INVALID", message=f"frozen weights are not shared: {error}")
+        finally:
+            if made is not None:
+                os.close(made)
         return _reply(connection, size=size, fd=fd)
 
     def _give_ticket(self, connection: socket.socket) -> None:

@@ -19,6 +19,7 @@ from coslice.agent.ahead import Ahead
 from coslice.agent.backends.base import MoveError
 from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import HostBuffers, NoHostMemory
+from coslice.agent.common import CommonCopies
 from coslice.agent.config import AgentConfig, GroupDevices
 from coslice.agent.members import Member, Members
 from coslice.agent.metrics import UNKNOWN, Meter
@@ -83,6 +84,7 @@ class ServedGroup:
         clock: Clock,
         members: Members,
         buffers: HostBuffers,
+        common: CommonCopies,
         backend: Backends,
         publish: Callable[[pb.AgentMessage], None],
         meter: Meter | None = None,
@@ -94,6 +96,8 @@ class ServedGroup:
         self.devices = devices
         self._config, self._clock = config, clock
         self._members, self._buffers, self._backend, self._publish = members, buffers, backend, publish
+        self._common = common
+        self._in_common: dict[str, tuple[tuple[str, int], ...]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._admitting: dict[JobId, list[asyncio.Event]] = {}
         self._ahead: Ahead | None = None
@@ -108,6 +112,7 @@ class ServedGroup:
             measured=self._measured,
             out_of_memory=self.kill,
             killable=self._on_device,
+            common=lambda: common.bytes(self.id),
         )
         self.driver: Driver[Holdings, ev.NodeEvent, fx.NodeEffect] = Driver(
             name=f"group {self.id}",
@@ -264,6 +269,7 @@ class ServedGroup:
             divisible=member.divisible,
             whole=self._backend.freezes(member),
             unkept=member.unkept,
+            common=_common(member),
         )
         await self.driver.post(event)
         member.admitted = member.announced = True
@@ -289,8 +295,12 @@ class ServedGroup:
             bytes=member.state_bytes,
             need=member.need,
             unkept=member.unkept,
+            common=_common(member),
         )
         self.driver.tell(event)
+        if self._in_common.get(member.buffer) != event.common:
+            self._in_common[member.buffer] = event.common
+            self.sampler.restart(member.job)
         if self._buffers.size(member.buffer):  # it has one, that is now too small
             self._prepare()
 
@@ -298,6 +308,8 @@ class ServedGroup:
         reason = self._killed.get(job, reason)
         if not self._members.of_job(self.id, job):
             self._killed.pop(job, None)
+        self._in_common.pop(f"{self.id}/{member}", None)
+        self._trim_common()
         self.driver.tell(ev.MemberGone(at=self._clock.now(), job=job, member=member, reason=reason))
 
     def _measured(self, job: JobId, used: int) -> None:
@@ -332,6 +344,13 @@ class ServedGroup:
     def _reported(self, report: fx.ReportDone | fx.ReportFailed) -> None:
         self._reason = report.reason
         self._watch.reported(report)
+        self._trim_common()
+
+    def _trim_common(self) -> None:
+        """What nobody has on the device, and the job that comes does not want, leaves it."""
+        running = self.driver.state.running
+        coming = () if running is None else self._members.of_job(self.id, running.job)
+        self._common.trim(self.id, lambda digest: any(digest in member.common for member in coming))
 
     def _backend_of(self, members: Sequence[Member]) -> str:
         """For people: which backend moves them."""
@@ -364,6 +383,7 @@ class ServedGroup:
             )
             return
         stage.snapshotted(done)
+        self._trim_common()
         self.driver.tell(
             ev.SnapshotSucceeded(
                 at=self._clock.now(),
@@ -512,6 +532,10 @@ class ServedGroup:
 def declared(context: Context) -> int:
     """What the job said it needs; 0: nothing."""
     return max(context.need, max((member.need for member in context.members), default=0))
+
+
+def _common(member: Member) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(member.common.items()))
 
 
 def _text(error: Exception, name: str) -> str:

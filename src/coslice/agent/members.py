@@ -84,6 +84,10 @@ class Member:
     """Of ``state_bytes``, what needs no host memory of its own: it is read again, or shared."""
     bases: dict[str, int] = field(default_factory=dict)
     """Digest and bytes of what it shares with other processes, once it has left."""
+    common: dict[str, int] = field(default_factory=dict)
+    """Digest and bytes of what it has on the device in one copy with others; not in ``state_bytes``."""
+    mapped: set[str] = field(default_factory=set)
+    """Of these digests, those that it has on the device now."""
     parked: bool = False
     away: int = 0
     """Bytes of its state that are in host memory, while the rest is on the device; 0: none, or all."""
@@ -221,7 +225,7 @@ class Member:
 
     def moved(self, answer: pb.Moved) -> None:
         out = answer.op.endswith(OUT)
-        self.parked = out and answer.left_bytes <= 0
+        self.parked = out and answer.left_bytes <= 0 and not self.mapped
         self.away = max(1, self.state_bytes - answer.left_bytes) if out and not self.parked else 0
         self.given, self.ahead = 0, None
         pending = self._pending

@@ -182,6 +182,8 @@ class Registry:
             need=stored.need,
             parked=stored.parked,
             unkept=stored.unkept,
+            common=dict(stored.common),
+            mapped=set() if stored.parked else {digest for digest, _ in stored.common},
             away=int(stored.part),  # how much, it says when it is back
             device=group.devices.accelerator,
             placed=incarnation.startswith(PLACED) and not stored.bytes,

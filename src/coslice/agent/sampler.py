@@ -36,8 +36,11 @@ class UsageSampler:
         measured: Callable[[JobId, int], None],
         out_of_memory: Callable[[JobId, str], None],
         killable: Callable[[], frozenset[JobId]],
+        common: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``measured`` hears notable changes only. ``killable``: the jobs that are on the device now."""
+        """``measured`` hears notable changes only. ``killable``: the jobs that are on the device now.
+        ``common``: bytes on the device that are several jobs'."""
+        self._common = common
         self._group, self._budget, self._interval = group, budget, interval
         self._members, self._measured = members, measured
         self._out_of_memory, self._killable = out_of_memory, killable
@@ -71,7 +74,7 @@ class UsageSampler:
         for member in members:
             usage[member.job] += member.usage()
         self._now = usage
-        self.used = usage.total()
+        self.used = usage.total() + self._common()
         self.peak = max(self.peak, self.used)
         for job, now in usage.items():
             self._notice(job, now)
@@ -85,7 +88,15 @@ class UsageSampler:
 
     def now(self) -> int:
         """Bytes in use at this moment, not at the last sample."""
-        return sum(member.usage() for member in self._members())
+        return sum(member.usage() for member in self._members()) + self._common()
+
+    def restart(self, job: JobId) -> None:
+        """What it was seen to use before counts no more: a part of that is not its own any longer."""
+        now = sum(member.usage() for member in self._members() if member.job == job)
+        self._now[job] = self._highest[job] = self._told[job] = now
+        self._peaks[job] = now
+        self._quiet[job] = QUIET
+        self._measured(job, now)
 
     def flush(self) -> None:
         """Tell what is not told yet: a decision is about to be made."""

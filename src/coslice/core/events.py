@@ -301,6 +301,8 @@ class MemberRegistered(_Event, frozen=True, kw_only=True):
     """Can be frozen as it is, also in the middle of a phase."""
     unkept: int = 0
     """Of ``bytes``, what needs no host memory of its own when it leaves."""
+    common: tuple[tuple[str, int], ...] = ()
+    """Beside ``bytes``: names and bytes of weights that are on the device once for all that have them."""
 
 
 @final
@@ -310,6 +312,7 @@ class MemberResized(_Event, frozen=True, kw_only=True):
     bytes: int
     need: int = 0
     unkept: int = 0
+    common: tuple[tuple[str, int], ...] = ()
 
 
 @final

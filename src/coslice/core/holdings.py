@@ -62,6 +62,9 @@ class Member(Struct, frozen=True, gc=False, kw_only=True):
     seen: bool = True
     unkept: int = 0
     """Of ``bytes``, what needs no host memory of its own when it leaves."""
+    common: tuple[tuple[str, int], ...] = ()
+    """Beside ``bytes``: names and bytes of weights that are on the device once for all jobs that have them.
+    They are there while such a job is on the device, also with a part of its state only."""
 
 
 class Effort(StrEnum):
@@ -139,11 +142,11 @@ class Context(Struct, frozen=True, gc=False, kw_only=True):
     members: tuple[Member, ...]
     place: Place
     need: int = 0
-    """Declared device memory of the whole job on this node; 0: not declared."""
+    """Declared device memory of the whole job on this node, what is common included; 0: not declared."""
     peak: int = 0
-    """The most it was measured to use while live."""
+    """The most it was measured to use while live, without what is common."""
     use: int = 0
-    """As measured last; moves only by notable steps."""
+    """As measured last, without what is common; moves only by notable steps."""
 
     @property
     def bytes(self) -> int:
@@ -159,6 +162,14 @@ class Context(Struct, frozen=True, gc=False, kw_only=True):
         for member in self.members:
             total += max(0, member.bytes - member.unkept)
         return total
+
+    @property
+    def common(self) -> int:
+        """Bytes on the device that it has together with others, or would."""
+        for member in self.members:
+            if member.common:
+                return common_bytes((self,))
+        return 0
 
     @property
     def divisible(self) -> bool:
@@ -273,7 +284,23 @@ def least(holdings: Holdings, context: Context) -> int:
     else:
         for member in context.members:
             coming += member.bytes if member.parked else 0
-    return max(peak, size, context.use + coming if coming < size else 0)
+    return max(peak, size, context.use + coming if coming < size else 0) + context.common
+
+
+def common_bytes(contexts: Iterable[Context]) -> int:
+    """What these have in common, with each other or with others: each counted once."""
+    return sum(dict(c for context in contexts for m in context.members for c in m.common).values())
+
+
+def _again(holdings: Holdings, job: JobId, beside: Iterable[Context]) -> int:
+    """By how much the figures of these jobs are too high together: each counts what they have in common."""
+    found = [c for c in beside if c.common]
+    if not found:
+        return 0
+    mine = find(holdings, job)
+    if mine is not None and type(mine.place) is not Lost:
+        found.append(mine)
+    return sum(c.common for c in found) - common_bytes(found)
 
 
 def need_and_room(holdings: Holdings, context: Context | None, declared: int) -> tuple[int, int]:
@@ -319,8 +346,8 @@ def taken(holdings: Holdings, context: Context) -> int:
     """Device memory that an occupant must be thought to take; 0: unknown."""
     place = context.place
     if type(place) is Lost:
-        return context.use
-    return place.left if type(place) is Partly else reserve(holdings, context)
+        return context.use + context.common
+    return place.left + context.common if type(place) is Partly else reserve(holdings, context)
 
 
 def residuals(holdings: Holdings, *, but: JobId) -> int:
@@ -338,21 +365,25 @@ def fits_beside(holdings: Holdings, job: JobId, need: int, beside: Sequence[Cont
     shares = [taken(holdings, c) for c in beside]
     if not all(shares):
         return False
-    return need + sum(shares) + residuals(holdings, but=job) <= holdings.device_budget
+    total = need + sum(shares) - _again(holdings, job, beside)
+    return total + residuals(holdings, but=job) <= holdings.device_budget
 
 
-def lacking(holdings: Holdings, job: JobId, need: int, beside: Iterable[Context]) -> int | None:
+def lacking(holdings: Holdings, job: JobId, need: int, beside: Sequence[Context]) -> int | None:
     """By how many bytes ``need`` does not fit with those jobs left where they are; None: that is unknown."""
     shares = [taken(holdings, c) for c in beside]
     if not holdings.device_budget or not need or not all(shares):
         return None
-    return max(0, need + sum(shares) + residuals(holdings, but=job) - holdings.device_budget)
+    total = need + sum(shares) - _again(holdings, job, beside)
+    return max(0, total + residuals(holdings, but=job) - holdings.device_budget)
 
 
-def fit_text(holdings: Holdings, need: int, beside: Iterable[Context]) -> str:
+def fit_text(holdings: Holdings, job: JobId, need: int, beside: Sequence[Context]) -> str:
     shares = [taken(holdings, c) for c in beside]
     word = "both" if len(shares) == 1 else "all"
-    return f"{word} fit: {' + '.join(mib(n) for n in (*shares, need))} of {mib(holdings.device_budget)}"
+    once = f" - {mib(again)} in common" if (again := _again(holdings, job, beside)) else ""
+    text = " + ".join(mib(n) for n in (*shares, need))
+    return f"{word} fit: {text}{once} of {mib(holdings.device_budget)}"
 
 
 def same_word(before: Holdings, after: Holdings) -> bool:
@@ -454,7 +485,7 @@ def _said_live(holdings: Holdings, context: Context, place: Live) -> tuple[Conte
         return ContextState.LIVE, ""
     need = reserve(holdings, context)
     if fits_beside(holdings, context.job, need, beside):
-        return ContextState.LIVE, fit_text(holdings, need, beside)
+        return ContextState.LIVE, fit_text(holdings, context.job, need, beside)
     names = ", ".join(c.job for c in beside)
     return (
         ContextState.LEAVING,

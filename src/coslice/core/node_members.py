@@ -47,6 +47,7 @@ def on_registered(turn: NodeTurn, event: ev.MemberRegistered) -> None:
         divisible=event.divisible,
         whole=event.whole,
         unkept=event.unkept,
+        common=event.common,
     )
     where = "in host memory" if event.parked else "in part" if event.part else "on the device"
     what = f"with {mib(event.bytes)} {where}"
@@ -61,7 +62,7 @@ def on_registered(turn: NodeTurn, event: ev.MemberRegistered) -> None:
         )
     known = any(m.id == member.id for m in context.members)
     members = tuple(member if m.id == member.id else m for m in context.members)
-    _change(turn, replace(context, members=members if known else (*members, member)))
+    _change(turn, _without_common(context, members if known else (*members, member)))
     verb = "is back" if known else "joins"
     turn.say(ReasonCode.REGISTERED, f"process {event.pid} of {event.job} {verb} {what}")
 
@@ -135,12 +136,22 @@ def on_resized(turn: NodeTurn, event: ev.MemberResized) -> None:
     context = find(turn.holdings, event.job)
     if context is not None:
         members = tuple(
-            replace(m, bytes=event.bytes, need=event.need or m.need, unkept=event.unkept)
+            replace(m, bytes=event.bytes, need=event.need or m.need, unkept=event.unkept, common=event.common)
             if m.id == event.member
             else m
             for m in context.members
         )
-        turn.put(replace(context, members=members))
+        turn.put(_without_common(context, members))
+
+
+def _without_common(context: Context, members: tuple[Member, ...]) -> Context:
+    """With other members. What they have in common with others from now on, they had of their own before."""
+    changed = replace(context, members=members)
+    before, now = (sum(size for m in c.members for _, size in m.common) for c in (context, changed))
+    if now <= before:
+        return changed
+    more = now - before
+    return replace(changed, peak=max(0, context.peak - more), use=max(0, context.use - more))
 
 
 def on_gone(turn: NodeTurn, event: ev.MemberGone) -> None:

@@ -221,6 +221,6 @@ def _outcome(held: Holdings, op: Operation, context: Context | None, need: int) 
         parts.append(f"{op.job} is already resident")
     code = ReasonCode.NODE_READY
     if beside := others(held, op.job):
-        parts.append(fit_text(held, need, beside))
+        parts.append(fit_text(held, op.job, need, beside))
         code = ReasonCode.FITS
     return "; ".join(parts), code

@@ -8,16 +8,18 @@ not what they mean.
 
 import ctypes
 import json
+import logging
 import mmap
 import os
 import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from coslice.errors import NoRoom, OperationFailed
+from coslice.errors import CosliceError, NoRoom, OperationFailed
 from coslice.workload.shared import SharedCopy
 from coslice.workload.ticket import connect
 
+_log = logging.getLogger("coslice")
 _MAP_POPULATE = 0x8000
 """mmap(2); Python 3.11 does not name it on every build."""
 _ANSWER_LIMIT = 65536
@@ -77,6 +79,8 @@ class Buffers(Protocol):
     """Where a mover gets its buffer."""
 
     current: HostBuffer | None
+    shares_device: bool
+    """Is there an agent that keeps one copy of frozen weights on the device for several jobs?"""
 
     def obtain(self, size: int, *, keep: int = 0, hold: bool = True) -> HostBuffer:
         """A buffer of at least ``size`` bytes, the first ``keep`` as they are now; raises ``NoRoom``.
@@ -87,6 +91,15 @@ class Buffers(Protocol):
 
     def share(self, digest: str, size: int, fill: Callable[[int], None]) -> SharedCopy:
         """The one copy of what has this digest; ``fill`` makes it if nobody has yet. Raises ``NoRoom``."""
+        ...
+
+    def on_device(self, digest: str, size: int, make: Callable[[], int]) -> int:
+        """The descriptor of the one copy on the device, ours until ``off_device``; ``make`` makes it if
+        nobody has. Raises ``OperationFailed``."""
+        ...
+
+    def off_device(self, digest: str, size: int, *, for_good: bool = False) -> None:
+        """This process does not use it any more, or not until it asks again. Never raises."""
         ...
 
     def release(self) -> None:
@@ -101,6 +114,8 @@ class Buffers(Protocol):
 class LocalBuffers:
     """Buffers of the process's own: for jobs without an agent."""
 
+    shares_device = False
+
     def __init__(self) -> None:
         self.current: HostBuffer | None = None
         self._shared: list[SharedCopy] = []
@@ -108,6 +123,12 @@ class LocalBuffers:
     def share(self, digest: str, size: int, fill: Callable[[int], None]) -> SharedCopy:
         self._shared.append(SharedCopy.make(size, fill))
         return self._shared[-1]
+
+    def on_device(self, digest: str, size: int, make: Callable[[], int]) -> int:
+        raise OperationFailed("a device is shared by jobs of an agent only")
+
+    def off_device(self, digest: str, size: int, *, for_good: bool = False) -> None:
+        pass
 
     def close(self) -> None:
         self.release()
@@ -142,9 +163,12 @@ class LocalBuffers:
 class AgentBuffers:
     """Buffers that the agent owns. Usable once ``connect`` was called with what the agent answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_device: bool = False) -> None:
         self.current: HostBuffer | None = None
+        self.shares_device = shares_device
         self._shared: dict[str, SharedCopy] = {}
+        self._on_device: dict[str, tuple[int, int | None]] = {}
+        """Digest → bytes and, while we use it, the descriptor."""
         self._path = self._token = ""
 
     def connect(self, path: str, token: str) -> None:
@@ -154,6 +178,11 @@ class AgentBuffers:
             self._ask({"bytes": 0, "give": True}, give=self.current.fd)
         for digest, copy in self._shared.items():
             _, fd = self._ask({"share": digest, "bytes": copy.size, "again": True}, give=copy.fd)
+            if fd is not None:
+                os.close(fd)
+        for digest, (size, ours) in self._on_device.items():
+            device = "away" if ours is None else "here"
+            _, fd = self._ask({"share": digest, "bytes": size, "device": device}, give=ours)
             if fd is not None:
                 os.close(fd)
 
@@ -171,6 +200,39 @@ class AgentBuffers:
         copy = made if fd is None else SharedCopy(fd, size)
         self._shared[digest] = copy
         return copy
+
+    @property
+    def uses_device(self) -> bool:
+        """Does the agent keep anything for us on the device, now or for our return?"""
+        return bool(self._on_device)
+
+    def on_device(self, digest: str, size: int, make: Callable[[], int]) -> int:
+        request: dict[str, object] = {"share": digest, "bytes": size, "device": "here"}
+        _, fd = self._ask(request)
+        if fd is None:
+            made = make()
+            try:
+                _, fd = self._ask(request, give=made)
+            except BaseException:
+                os.close(made)
+                raise
+            if fd is None:
+                fd = made
+            else:  # somebody else was faster
+                os.close(made)
+        self._on_device[digest] = (size, fd)
+        return fd
+
+    def off_device(self, digest: str, size: int, *, for_good: bool = False) -> None:
+        _, fd = self._on_device.pop(digest, (size, None))
+        if fd is not None:
+            os.close(fd)
+        if not for_good:
+            self._on_device[digest] = (size, None)
+        try:
+            self._ask({"share": digest, "bytes": size, "device": "never" if for_good else "away"})
+        except CosliceError as error:  # the next agent is told by ``connect``
+            _log.info("coslice: the agent was not told that shared weights left the device: %s", error)
 
     def close(self) -> None:
         self.release()

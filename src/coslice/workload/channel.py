@@ -74,6 +74,8 @@ class Channel:
         self._told: tuple[object, ...] = ()
         self._last: tuple[str, pb.WorkloadMessage] | None = None
         self._delay = _BACKOFF_FIRST
+        self._awaited = False
+        """Does the registering thread wait, and so nobody use what is registered?"""
         self._answered, self._settled, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._call: Any = None
         self._thread: threading.Thread | None = None
@@ -90,9 +92,12 @@ class Channel:
         ``timeout`` is for its first word. Setting our state aside takes as long as it takes; the agent bounds
         it.
         """
+        self._awaited = True
         if not self._answered.wait(timeout):
+            self._awaited = False
             return False
         self._settled.wait()
+        self._awaited = False
         return True
 
     def resized(self, state_bytes: int) -> None:
@@ -198,7 +203,7 @@ class Channel:
             state_bytes=size,
             need_bytes=self.need,
             parked=state.parked(),
-            parked_bytes=state.parked_bytes,
+            parked_bytes=_away(state, size),
             modes=_modes(state),
             device=identity.device,
             backend=identity.backend,
@@ -215,7 +220,7 @@ class Channel:
             case "refused":
                 self._refused(command.refused)
             case "admitted":
-                self._settled.set()
+                self._admitted()
             case "move_out":
                 outbox.put(self._once(command.move_out.op, command))
             case "move_in":
@@ -233,7 +238,18 @@ class Channel:
             self._buffers.connect(answer.buffer_socket, answer.buffer_token)
         except CosliceError as error:
             _log.warning("coslice: the agent did not take its host buffer back: %s", error)
+        if self._buffers.uses_device:  # it knows only now what of our state is not in our figures
+            self._told = ()
+            self.resized(self._state.measure())
         self._answered.set()
+
+    def _admitted(self) -> None:
+        try:
+            if self._awaited:
+                self._state.join_if_idle()
+                self.resized(self._state.measure())
+        finally:
+            self._settled.set()
 
     def _refused(self, answer: pb.RegisterRefused) -> None:
         error = error_of(
@@ -311,6 +327,11 @@ class Channel:
         except CosliceError as error:  # nothing is lost: the move in says what is wrong, if it still is
             _log.info("coslice: %s: nothing brought ahead: %s", asked.op, error)
             return pb.WorkloadMessage(ahead=pb.Ahead(op=asked.op, message=str(error)))
+
+
+def _away(state: GroupState, size: int) -> int:
+    """Parked bytes; a byte less than all while it shares weights that are on the device."""
+    return min(state.parked_bytes, size - 1) if state.has_common else state.parked_bytes
 
 
 def _bases(shared: Sequence[tuple[str, int]]) -> list[pb.SharedBase]:

@@ -135,7 +135,8 @@ def register(
     ``frozen``: what becomes of parameters without ``requires_grad`` (the base under adapters) as they leave:
     ``keep`` them in host memory like the rest, ``drop`` them and read them again from ``reread`` (paths of
     safetensors or torch files, or a function that returns the tensors), or ``share`` one host copy with all
-    processes of the node that have the same. Checked by content, each way.
+    processes of the node that have the same (on the host accelerator one device copy with the jobs of the
+    group, too). Checked by content, each way.
 
     ``for_children``: this process uses no accelerator; it stands for its children, which a whole-process
     backend moves. They may then be frozen in the middle of a phase too, and the callbacks run at such a time.

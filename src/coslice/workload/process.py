@@ -26,7 +26,7 @@ class Group:
 
     def __init__(self, identity: Identity, agent: str | None, mover: Mover, *, verify: bool) -> None:
         self.identity, self.agent = identity, agent
-        buffers = AgentBuffers()
+        buffers = AgentBuffers(shares_device=bool(identity.group) and identity.device == "host")
         self.state = GroupState(identity.group, mover, buffers if agent else LocalBuffers(), verify=verify)
         self.channel = Channel(agent, identity, self.state, buffers) if agent else None
 

@@ -90,9 +90,34 @@ class GroupState:
         """Digest and bytes of what lies in one copy with other processes'."""
         return sorted({base.shared for base in self._bases() if base.shared is not None})
 
-    def _bases(self) -> list[Frugal]:
+    @property
+    def has_common(self) -> bool:
+        """Are frozen weights on the device that other processes may use too?"""
+        return any(base.here for base in self._bases())
+
+    def _based(self) -> list[Based]:
         adapters = [adapter for each in self._registrations for adapter in each.adapters]
-        return [a.base for a in adapters if isinstance(a, Based) and a.base is not None]
+        return [adapter for adapter in adapters if isinstance(adapter, Based)]
+
+    def _bases(self) -> list[Frugal]:
+        return [adapter.base for adapter in self._based() if adapter.base is not None]
+
+    def join_if_idle(self) -> None:
+        """Frozen weights that are to be shared on the device are so from now on, if no section is at work.
+        For those that registered just now and wait for it."""
+        if not self.buffers.shares_device or not self._bases():
+            return
+        with self._moving:
+            if not self._closed and GATE.try_close(0.0, self.group):
+                try:
+                    self._mover.run(lambda: self._join(fresh=True))
+                finally:
+                    GATE.open(self.group)
+
+    def _join(self, *, fresh: bool) -> None:
+        with self._lock, memory.freeing():
+            for adapter in self._based():
+                adapter.join(fresh=fresh)
 
     def may_discard(self) -> bool:
         return all(each.refills for each in self._registrations)
@@ -127,6 +152,13 @@ class GroupState:
             raise StateBusy("this state is in host memory: bring it back before closing its handle")
         with self._lock:
             self._registrations = [each for each in self._registrations if each is not registration]
+        if based := [adapter for adapter in registration.adapters if isinstance(adapter, Based)]:
+            self._mover.run(lambda: self._part(based))
+
+    @staticmethod
+    def _part(based: Sequence[Based]) -> None:
+        for adapter in based:
+            adapter.part()
 
     def settle(self) -> int:
         """Registered bytes, as ``measure``; small storages are laid side by side, to leave in whole pages.
@@ -233,6 +265,8 @@ class GroupState:
                 if part.loaded:  # brought ahead of time, for a turn that did not come
                     part.free()
             try:
+                if least and self.buffers.shares_device and not self._out:
+                    self._join(fresh=False)
                 if least:
                     self._take_part(leaving, owners, least)
                 else:
@@ -381,8 +415,8 @@ class GroupState:
                 return 0
             try:
                 for part in self._out:
-                    if part.loaded or not isinstance(part.taken, Slotted):
-                        continue
+                    if part.loaded or not part.registered or not isinstance(part.taken, Slotted):
+                        continue  # what is not ours alone comes with the rest
                     if here + part.registered > most:
                         break
                     here += part.registered

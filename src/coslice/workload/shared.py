@@ -1,19 +1,34 @@
-"""One host copy of frozen weights for all processes of a node that have the same: a sealed memory file.
+"""One copy of frozen weights for all processes of a node that have the same: a sealed memory file.
 
 Who has it first makes it and hands it to the agent, which hands it on to processes that name the same digest.
 Once it is sealed nobody can write to it or shorten it, also not who made it (memfd_create(2), fcntl(2)): so
-whoever finds its content right can rely on it. Knows bytes, not what they mean.
+whoever finds its content right can rely on it. ``SharedCopy`` is how the copy in host memory is read,
+``Window`` how the one on the device (host accelerator) is used. Knows bytes, not what they mean.
 """
 
 import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from coslice.errors import NoRoom, OperationFailed
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+"""mmap(2); Python does not name them."""
+_MADV_POPULATE_READ = 22
+"""madvise(2), Linux 5.14; where it is unknown, pages come by faults."""
+_PRESENT_OR_SWAPPED, _FILE = 0xC0, 0x20
+"""In the top byte of an entry of ``/proc/self/pagemap`` (Documentation/admin-guide/mm/pagemap.rst): bits 63,
+62 and 61 of it."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class SharedCopy:
@@ -59,6 +74,70 @@ class SharedCopy:
     def close(self) -> None:
         self._map.close()
         os.close(self.fd)
+
+
+class Window:
+    """A range of addresses at which a copy appears, and from which it disappears. They stay the same, so what
+    points there is valid again when the copy is back; meanwhile an access ends the process.
+
+    Mapped privately: who writes gets pages of his own, and nobody else sees it (``written``).
+    """
+
+    def __init__(self, size: int, again: Sequence[tuple[int, int]] = ()) -> None:
+        """``again``: (offset, bytes) of the file, whole pages, that appear once more behind the rest. Raises
+        ``NoRoom``."""
+        self._runs = [(0, size), *again]
+        self.size = sum(length for _, length in self._runs)
+        self.address = self._map(0, self.size, _PROT_NONE, mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+        self.shown = False
+
+    def show(self, fd: int) -> None:
+        """Raises ``NoRoom``; then nothing is shown."""
+        at = self.address
+        try:
+            for offset, length in self._runs:
+                both = mmap.PROT_READ | mmap.PROT_WRITE
+                self._map(at, length, both, _MAP_FIXED | _MAP_NORESERVE, fd, offset)
+                at += length
+        except NoRoom:
+            self._cover()
+            raise
+        self.shown = True
+
+    def populate(self) -> None:
+        """Its pages now, and not one by one later. Best effort."""
+        _libc.madvise(self.address, self.size, _MADV_POPULATE_READ)
+
+    def hide(self) -> None:
+        if self.shown:
+            self._cover()
+            self.shown = False
+
+    def written(self, address: int, size: int) -> bool:
+        """Did this process write to any page of it? True also where the system does not tell."""
+        first, last = address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as file:
+                wanted = 8 * (last - first + 1)
+                found = os.pread(file.fileno(), wanted, 8 * first)
+        except OSError:
+            return True
+        return len(found) < wanted or any(
+            top & _PRESENT_OR_SWAPPED and not top & _FILE for top in set(found[7::8])
+        )
+
+    def _cover(self) -> None:
+        """Nothing is there, and nobody else's memory comes there."""
+        flags = mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        self._map(self.address, self.size, _PROT_NONE, flags, -1, 0)
+
+    @staticmethod
+    def _map(address: int, size: int, protection: int, flags: int, fd: int, offset: int) -> int:
+        found = _libc.mmap(address or None, size, protection, flags | mmap.MAP_PRIVATE, fd, offset)
+        if found is None or found == ctypes.c_void_p(-1).value:
+            error = os.strerror(ctypes.get_errno())
+            raise NoRoom(f"{size} bytes of shared weights cannot be mapped ({error})")
+        return int(found)
 
 
 def is_sealed(fd: int, size: int) -> bool:

@@ -120,7 +120,7 @@ class AppChannelBackend(Defaults):
             bytes=sum(answer.bytes for answer in moved) + before,
             residual=sum(member.residual for member in members),
             seconds=time.monotonic() - began,
-            left=sum(answer.left_bytes for answer in moved),
+            left=sum(_left(*each) for each in zip(leaving, moved, strict=True)),
             copied=sum(answer.copied_bytes for answer in moved),
             copy_seconds=max((answer.copy_s for answer in moved), default=0.0),
         )
@@ -151,7 +151,9 @@ class AppChannelBackend(Defaults):
                 continue
             asked = member.away + (order.at_least_bytes or member.state_bytes)
             wanted[member.buffer] = min(member.kept, asked)
-            if asked > member.kept:  # frozen weights leave too
+            if asked > member.kept or (
+                member.common and not order.at_least_bytes
+            ):  # frozen weights leave too
                 bases |= member.bases
         try:
             self._buffers.check(wanted, bases)
@@ -257,10 +259,15 @@ def _shares(members: Sequence[Member], least: int) -> list[int]:
 
 def _wanted(member: Member, order: pb.MoveOut, answer: pb.Moved, there: int) -> int:
     """Bytes that had to leave. It said how many did; of all of it, that is what it had registered before, or
-    has now if that is less."""
+    has now if that is less: what it wrote to shared weights becomes its own only as it leaves."""
     if order.tags or order.at_least_bytes:
         return max(answer.bytes, order.at_least_bytes)
     return min(there, member.state_bytes) if not answer.left_bytes else answer.bytes
+
+
+def _left(member: Member, answer: pb.Moved) -> int:
+    """Of its own state, what stayed; at least a byte while it has a part in what several jobs have there."""
+    return max(answer.left_bytes, 1 if member.mapped else 0)
 
 
 def _measure(member: Member) -> int:

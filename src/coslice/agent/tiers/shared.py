@@ -40,8 +40,7 @@ class SharedFiles:
 
     def use(self, digest: str, size: int, user: str) -> int | None:
         """Its descriptor; None: nobody has made it. Raises ``NotShareable``."""
-        if not _DIGEST.fullmatch(digest):
-            raise NotShareable("a digest is 64 hexadecimal digits")
+        check_digest(digest)
         file = self._files.get(digest)
         if file is None:
             return None
@@ -66,6 +65,12 @@ class SharedFiles:
         for file in self._files.values():
             os.close(file.fd)
         self._files.clear()
+
+
+def check_digest(digest: str) -> None:
+    """Raises ``NotShareable``."""
+    if not _DIGEST.fullmatch(digest):
+        raise NotShareable("a digest is 64 hexadecimal digits")
 
 
 def check_sealed(fd: int, size: int) -> None:

@@ -97,6 +97,11 @@ class Frugal(Protocol):
         """Digest and bytes of the one copy that all processes with the same have; None: there is none."""
         ...
 
+    @property
+    def here(self) -> bool:
+        """Is one copy on the device in use by this process and maybe others? It is in no figure of ours."""
+        ...
+
     def lend(self, buffers: Buffers) -> None:
         """Where a shared copy comes from."""
         ...
@@ -107,6 +112,15 @@ class Based(Protocol):
     """An ``Adapter`` that may have such state."""
 
     base: Frugal | None
+
+    def join(self, *, fresh: bool) -> None:
+        """Have it in the one copy on the device that processes with the same share, where that may be.
+        ``fresh``: it was registered just now."""
+        ...
+
+    def part(self) -> None:
+        """Take it out of there for good."""
+        ...
 
 
 class Adapter(Protocol):

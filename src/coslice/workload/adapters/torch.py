@@ -66,7 +66,22 @@ class TorchAdapter:
         self.base = base if base.known else None
 
     def measure(self, seen: set[int]) -> int:
-        return sum(block.nbytes for block in find(self.roots, seen, device=self.device))
+        return sum(block.nbytes for block in self._own(find(self.roots, seen, device=self.device)))
+
+    def part(self) -> None:
+        """Have it in memory of this process's own again."""
+        if self.base is not None:
+            self.base.part(find(self.roots, set(), device=self.device))
+
+    def _own(self, blocks: list[Block]) -> list[Block]:
+        """Without what several jobs have in common."""
+        base = self.base
+        return blocks if base is None else [block for block in blocks if not base.in_common(block)]
+
+    def join(self, *, fresh: bool) -> None:
+        """Have the base in the one copy on the device that jobs on it share, where it may be."""
+        if self.base is not None:
+            self.base.join(find(self.roots, set(), device=self.device), fresh=fresh)
 
     def device_bytes(self) -> int:
         if self.device != "cuda":
@@ -76,20 +91,39 @@ class TorchAdapter:
 
     def take(self, *, discard: bool, tags: AbstractSet[str], seen: set[int]) -> "TorchTaken | None":
         here = find(self.roots, seen, device=self.device)
-        blocks = [block for block in here if not tags or block.tag in tags]
-        if not blocks:
+        common: list[Block] = []
+        if self.base is not None and self.base.here and not tags:
+            inside = [block for block in here if self.base.in_common(block)]
+            self.base.leaving(inside, verify=self.verify)
+            common = [block for block in inside if self.base.in_common(block)]
+        blocks = [block for block in self._own(here) if not tags or block.tag in tags]
+        if not blocks and not common:
             return None
         check_movable(blocks)
-        return self._taken(blocks, here, discard=discard)
+        return self._taken(blocks, here, discard=discard, common=common, whole=not tags)
 
-    def _taken(self, blocks: list[Block], here: list[Block], *, discard: bool = False) -> "TorchTaken":
-        frozen = [] if discard or self.base is None else self.base.unchanged(blocks, here)
-        return TorchTaken(blocks, self, discard=discard, frozen=frozen)
+    def _taken(
+        self,
+        blocks: list[Block],
+        here: list[Block],
+        *,
+        discard: bool = False,
+        common: Sequence[Block] = (),
+        whole: bool = False,
+    ) -> "TorchTaken":
+        """``whole``: all leaves. ``common``: what leaves the copy that several jobs have."""
+        base = self.base
+        frozen = [] if discard or base is None or base.here else base.unchanged(blocks, self._own(here))
+        if whole and frozen and base is not None and base.may_join(frozen):
+            left = {id(block) for block in frozen}
+            common, frozen = frozen, []
+            blocks = [block for block in blocks if id(block) not in left]
+        return TorchTaken(blocks, self, discard=discard, frozen=frozen, common=common)
 
     def take_part(self, least: int, *, seen: set[int]) -> "TorchTaken | None":
         """Frozen weights stay longest: nothing of them changes, so nothing is won by their leaving but room.
         Of the others, what was used or changed longest ago leaves first."""
-        blocks = find(self.roots, seen, device=self.device)
+        blocks = self._own(find(self.roots, seen, device=self.device))
         age = {id(b): (b.frozen, self._last_used(b), key_of(b) not in self.left) for b in blocks}
         chosen, rest = [], least
         for block in sorted(blocks, key=lambda b: age[id(b)]):
@@ -115,7 +149,7 @@ class TorchAdapter:
 
     def survey(self, seen: set[int]) -> "tuple[int, TorchTaken | None]":
         """Scattered are small storages on the CPU that another thread allocated, between malloc's blocks."""
-        blocks = find(self.roots, seen, device=self.device)
+        blocks = self._own(find(self.roots, seen, device=self.device))
         small = [block for block in blocks if block.nbytes < SMALL and block.device == "cpu"]
         present = {place(block) for block in small}
         self.settled &= present
@@ -143,11 +177,13 @@ class TorchTaken:
         discard: bool,
         leads: bool = True,
         frozen: Sequence[Block] = (),
+        common: Sequence[Block] = (),
     ) -> None:
         """``leads``: of several parts, the one that guards modules and optimizers. ``frozen``: of ``blocks``,
-        those that the base brings back."""
+        those that the base brings back. ``common``: beside ``blocks``, those that it brings back into the
+        copy that several jobs have."""
         self.blocks, self._adapter, self._discard, self._leads = blocks, adapter, discard, leads
-        self._frozen = frozen
+        self._frozen, self._common = frozen, common
         self.registered = sum(block.nbytes for block in blocks)
         self.kept = 0 if discard else self.registered - sum(block.nbytes for block in frozen)
         self.keys = {block.storage._cdata for block in blocks}
@@ -167,15 +203,16 @@ class TorchTaken:
         size = max(PART, self.registered // PARTS)
         frozen = {id(block) for block in self._frozen}
         groups = _grouped([block for block in self.blocks if id(block) not in frozen], size)
-        if len(groups) == 1 and not frozen:
+        if len(groups) == 1 and not frozen and not self._common:
             return [self]
         base = self._adapter.base
         whole = base is not None and base.whole
         still = _grouped(self._frozen, self.registered if whole else size)
-        kinds = [TorchTaken] * len(groups) + [BaseTaken] * len(still)
+        common = [list(self._common)] if self._common else []
+        kinds = [TorchTaken] * len(groups) + [BaseTaken] * len(still) + [CommonTaken] * len(common)
         return [
             kind(blocks, self._adapter, discard=self._discard, leads=not i)
-            for i, (kind, blocks) in enumerate(zip(kinds, (*groups, *still), strict=True))
+            for i, (kind, blocks) in enumerate(zip(kinds, (*groups, *still, *common), strict=True))
         ]
 
     def save(self, buffer: HostBuffer | None, offset: int) -> None:
@@ -293,6 +330,32 @@ class BaseTaken(TorchTaken):
         copy.synchronize(self._devices)
         self.copied = self._adapter.base.load(self.blocks)
         copy.synchronize(self._devices)
+        self.seconds = time.perf_counter() - began
+
+
+class CommonTaken(BaseTaken):
+    """Frozen weights in the copy that several jobs have on the device: in no figure of this job."""
+
+    def __init__(self, blocks: list[Block], adapter: TorchAdapter, *, discard: bool, leads: bool) -> None:
+        super().__init__(blocks, adapter, discard=discard, leads=leads)
+        self.registered = self.kept = 0
+
+    def free(self) -> None:
+        base = self._adapter.base
+        assert base is not None
+        base.adopt(self.blocks)
+        self.keys = {block.storage._cdata for block in self.blocks}
+        self._put_guards()
+        assert base.common is not None
+        base.common.go()
+
+    def allocate(self) -> None:
+        pass
+
+    def load(self, buffer: HostBuffer | None, offset: int) -> None:
+        began = time.perf_counter()
+        assert self._adapter.base is not None
+        self.copied = self._adapter.base.come(self.blocks)
         self.seconds = time.perf_counter() - began
 
 

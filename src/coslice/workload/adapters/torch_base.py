@@ -3,7 +3,8 @@
 ``drop``: their bytes are thrown away when they leave and read again (``reread``) when they come back.
 ``share``: all processes of the node with the same frozen parameters have one host copy (``shared``). Either
 way a piece leaves without a copy only while its content is proven to be what will come back; what somebody
-changed (a merged adapter, say) is ordinary state from then on. What comes back is checked again.
+changed (a merged adapter, say) is ordinary state from then on. What comes back is checked again. Where an
+agent keeps it, jobs that share have one copy on the device too (``torch_common``).
 
 Called by the torch adapter in the mover's thread, and once by ``register``.
 """
@@ -15,10 +16,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-from coslice.errors import ConfigError, OperationFailed, StateLost
+from coslice.errors import ConfigError, CosliceError, OperationFailed, StateLost
 from coslice.workload import copying, reread
 from coslice.workload.adapters import DROP, SHARE
 from coslice.workload.adapters import torch_copy as copy
+from coslice.workload.adapters.torch_common import Common, WrongContent, movable
 from coslice.workload.adapters.torch_find import Block, torch
 from coslice.workload.buffers import Buffers
 from coslice.workload.copying import Range
@@ -66,6 +68,9 @@ class Base:
         self._loader = reread_from if callable(reread_from) else None
         self._buffers: Buffers | None = None
         self._copy: SharedCopy | None = None
+        self.common: Common | None = None
+        self._alone = False
+        """What others share under our digest was something else."""
         self.digest, self.size = "", 0
         frozen = [block for block in blocks if block.frozen and block.nbytes >= LEAST]
         self.known: dict[Hashable, Known] = dict(
@@ -83,6 +88,8 @@ class Base:
 
     @property
     def nbytes(self) -> int:
+        if self.common is not None and self.common.used:
+            return 0  # it is no state of this process alone
         return sum(known.size for known in self.known.values())
 
     @property
@@ -92,6 +99,96 @@ class Base:
     def lend(self, buffers: Buffers) -> None:
         """Where a shared copy comes from."""
         self._buffers = buffers
+
+    # ── one copy on the device ─────────────────────────────────────────────
+
+    def in_common(self, block: Block) -> bool:
+        """Is it in the copy that several jobs have on the device, or was it when it left?"""
+        return self.common is not None and self.common.holds(block)
+
+    @property
+    def here(self) -> bool:
+        """Is that copy on the device, and in use by this process?"""
+        return self.common is not None and self.common.here
+
+    def may_join(self, blocks: Sequence[Block]) -> bool:
+        """Can all of it be in that copy?"""
+        offered = self._buffers is not None and self._buffers.shares_device and not self._alone
+        return (
+            offered
+            and self.policy == SHARE
+            and not (self.common is not None and self.common.used)
+            and all(block.device in self._near for block in blocks)
+            and {piece(block) for block in blocks} == self.known.keys() != set()
+            and all(map(movable, blocks))
+        )
+
+    def join(self, everything: Iterable[Block], *, fresh: bool) -> None:
+        """Into that copy, if it can be; else all stays as it is. ``fresh``: nobody can have changed it since
+        it was read."""
+        present = self._mine(everything)
+        if not self.may_join(present):
+            return
+        if not fresh:
+            self._settle(present)
+            present = self._mine(present)
+            if not present:
+                return
+        try:
+            self._own_common().join({piece(block): block for block in present})
+        except WrongContent as error:
+            self._alone = True
+            _log.error("coslice: %s: this job keeps a copy of its own", error)
+        except CosliceError as error:
+            _log.info("coslice: frozen weights are not shared on the device for now: %s", error)
+
+    def _own_common(self) -> Common:
+        if self.common is None or self.common.digest != self.digest:
+            assert self._buffers is not None
+            places = {key: (known.at, known.size) for key, known in self.known.items()}
+            self.common = Common(self._buffers, self.digest, self.size, places)
+        return self.common
+
+    def adopt(self, blocks: Sequence[Block]) -> None:
+        """They leave, and come back into that copy."""
+        self._own_common().adopt({piece(block): block for block in blocks})
+
+    def part(self, everything: Iterable[Block]) -> None:
+        """Out of that copy for good: its content in memory of the process's own again."""
+        if self.common is not None and self.common.here:
+            for block in everything:
+                if self.in_common(block):
+                    self.common.own(block, block.storage.data_ptr())
+            self.common.part_for_good()
+
+    def leaving(self, inside: Sequence[Block], *, verify: bool) -> list[Block]:
+        """That copy is about to leave, as far as this process goes. Returns what this process changed in it,
+        which is ordinary state of its own from now on. ``verify``: find it by comparing all of it. Raises
+        ``NoRoom`` where there is none for a copy in host memory."""
+        assert self.common is not None
+        assert self._buffers is not None
+        if self._copy is None:
+            self._copy = self._buffers.share(self.digest, self.size, self.common.to_host)
+        suspects = [block for block in inside if verify or self.common.written(block)]
+        self._forget_unless(self._as_shared, [block for block in suspects if piece(block) in self.known])
+        changed = [block for block in suspects if piece(block) not in self.known]
+        for block in changed:
+            self.common.own(block, block.storage.data_ptr())
+        return changed
+
+    def come(self, blocks: Sequence[Block]) -> int:
+        """Back on the device; returns the bytes copied."""
+        assert self.common is not None
+        assert self._copy is not None
+        try:
+            return self.common.come(self._copy)
+        except WrongContent as error:
+            self._alone = True
+            _log.error("coslice: %s: this job has a copy of its own again", error)
+            for block in blocks:
+                self.common.own(block, self._copy.address + self._at(block))
+            self.common.part_for_good()
+            return sum(block.nbytes for block in blocks)
 
     # ── out ────────────────────────────────────────────────────────────────
 
@@ -106,11 +203,15 @@ class Base:
         self._forget_unless(self._as_registered if self.policy == DROP else self._as_shared, mine)
         return [block for block in mine if piece(block) in self.known]
 
-    def _begin_to_share(self, present: Sequence[Block]) -> None:
+    def _settle(self, present: Sequence[Block]) -> None:
+        """What is missing, or is not what was registered, belongs to it no more."""
         names = set(map(piece, present))
         self.known = {key: known for key, known in self.known.items() if key in names}
         self._forget_unless(self._as_registered, present)
         self._lay_out()
+
+    def _begin_to_share(self, present: Sequence[Block]) -> None:
+        self._settle(present)
         still = self._mine(present)
         if still:
             assert self._buffers is not None

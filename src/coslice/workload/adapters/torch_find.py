@@ -20,6 +20,10 @@ LORA = "lora_"
 """Parameters with this in their name are the small trained part of a frozen model (peft's naming)."""
 
 
+in_common: set[int] = set()
+"""Storages (by ``_cdata``) in a copy that several processes use (``torch_common``): not torch's to resize."""
+
+
 def torch() -> Any:
     """The torch that is already loaded. coslice itself never imports it."""
     return sys.modules["torch"]
@@ -182,6 +186,8 @@ def _tag(block: Block, patterns: Mapping[str, str]) -> str:
 def check_movable(blocks: list[Block]) -> None:
     """Raise ``ConfigError`` naming the first storage that cannot be given up."""
     for block in blocks:
+        if block.storage._cdata in in_common:
+            continue
         if block.device == "cpu" and (not block.storage.resizable() or block.storage.is_shared()):
             shared = block.storage.is_shared()
             if block.tag == OPTIMIZER and not shared:
