@@ -57,6 +57,20 @@ callback.on_phase_end("weight_sync")
 """
 
 
+IN_A_TASK = """
+import asyncio, concurrent.futures, coslice
+orchestrator = coslice.connect()
+@orchestrator.on_accelerators(group="sampler")
+async def generate(): pass
+@orchestrator.on_accelerators(group="trainer")
+def train(): pass
+async def main():
+    await asyncio.create_task(generate())
+    await asyncio.get_running_loop().run_in_executor(None, train)
+asyncio.run(main())
+"""
+
+
 def checked(tmp_path: Path, program: str, *options: str) -> tuple[int, dict[str, Any], Path, str]:
     script, report = tmp_path / "job.py", tmp_path / "report.json"
     script.write_text(program.lstrip())
@@ -101,6 +115,15 @@ def test_a_wrong_job_is_told_rule_phase_and_line(
     assert found[0]["phase"] == phase
     assert found[0]["where"] == f"{script}:{line_of(program, text)}"
     assert rule in shown
+
+
+def test_a_phase_that_a_loop_or_a_pool_runs_is_where_it_is_defined(tmp_path: Path) -> None:
+    _, report, script, _ = checked(tmp_path, IN_A_TASK, "--swap-s", "0")
+    where = {phase["name"]: phase["where"] for phase in report["phases"]}
+    assert where == {
+        "generate": f"{script}:{line_of(IN_A_TASK, 'sampler')}",
+        "train": f"{script}:{line_of(IN_A_TASK, 'trainer')}",
+    }
 
 
 def test_every_line_of_work_outside_is_told_once(tmp_path: Path) -> None:

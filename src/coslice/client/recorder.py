@@ -7,6 +7,7 @@ is for the reader to say (``coslice.testing.phase_rules``).
 from __future__ import annotations
 
 import atexit
+import inspect
 import json
 import os
 import sys
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 _OURS = ("coslice.", "torch.", "contextlib", "functools")
 """Frames of these are never the line that a user wants to be shown."""
-
+_RUNNERS = ("asyncio.", "concurrent.", "threading", "ray.")
+"""They call what a user decorated: then it says more than the line that started them."""
 
 _recorders: list[Recorder] = []
 
@@ -87,11 +89,19 @@ class Recorder:
 
 
 def _where() -> str:
-    """``file:line`` of the innermost frame that is neither ours nor the framework's."""
+    """``file:line`` of the innermost frame that is neither ours nor the framework's; of the decorated
+    function itself where a loop or a pool called it."""
     frame: FrameType | None = sys._getframe(1)
+    decorated = ""
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if not (module.startswith(_OURS) or module == "coslice"):
+        if module == "coslice.client.decorator" and (fn := frame.f_locals.get("fn")) is not None:
+            if (code := getattr(inspect.unwrap(fn), "__code__", None)) is not None:
+                decorated = f"{code.co_filename}:{code.co_firstlineno}"
+        elif module.startswith(_RUNNERS):
+            if decorated:
+                return decorated
+        elif not (module.startswith(_OURS) or module == "coslice"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return ""
+    return decorated
