@@ -12,6 +12,7 @@ from coslice.core.group import Group, Held, Resident, Swapping, next_deadline
 from coslice.core.group_state import held_by
 from coslice.core.ids import JobId, NodeId, SessionId
 from coslice.core.story import describe, why_waiting
+from coslice.orchestrator import metrics
 
 A, B, C = JobId("a"), JobId("b"), JobId("c")
 N0 = NodeId("n0")
@@ -235,6 +236,17 @@ def test_a_frozen_job_does_not_compute_on_beside_the_next(whole: bool) -> None:
     w.settle()
     assert b.holding
     assert w.nodes[N0].contexts == {A: SAVED if whole else LIVE}
+
+
+def test_the_metrics_count_it_and_do_not_miss_it() -> None:
+    w, _, _ = world("n0", "n1", "n2")
+    for name in ("n0", "n1"):
+        w.drain(name)
+    for name in ("n1", "n2"):
+        w.detach(name)
+    counted = metrics.of_groups(metrics.Taken((w.group,), w.now))
+    nodes = {labels[1]: value for metric, labels, value in counted if metric is metrics.NODES}
+    assert nodes == {"attached": 0, "away": 1, "hung": 0, "drained": 2}
 
 
 def test_a_state_without_the_field_loads() -> None:

@@ -263,6 +263,7 @@ async def test_without_a_valid_token_nothing_is_answered(
             ("GetStatus", pb.GetStatusRequest()),
             ("Explain", pb.ExplainRequest(group="pool")),
             ("Forget", pb.ForgetRequest()),
+            ("Drain", pb.DrainRequest(node="n0")),
         ):
             assert await caller.status(method, request) is grpc.StatusCode.UNAUTHENTICATED
 
