@@ -1,7 +1,9 @@
 """Clients that change their mind, vanish, come back or repeat themselves."""
 
 import asyncio
+import gc
 import io
+import weakref
 from pathlib import Path
 
 from orchestrator.world import World
@@ -246,3 +248,23 @@ async def test_notes_reach_the_journal(world: World, tmp_path: Path) -> None:
     kinds = [record["event"]["type"] for record in records if "event" in record]
     assert "AcquireRequested" in kinds
     assert "LeaseYielded" in kinds
+
+
+async def test_a_session_that_is_given_up_is_freed_without_the_garbage_collector(world: World) -> None:
+    """It would have to look at every session that is left."""
+    app = await world.start(session_grace=0.05)
+    await world.agent()
+    a, b = await world.client("job-a"), await world.client("job-b")
+    await a.yielded(await a.acquire("pool"))
+    shown = app._shown
+    assert shown is not None
+    gone = next(weakref.ref(session) for session in shown.sessions.connected() if session.who.job == "job-a")
+    gc.disable()
+    try:
+        a.kill()
+        await b.until("pool", lambda group: [job.job for job in group.jobs if job.sessions] == [])
+        async with asyncio.timeout(10):
+            while gone() is not None:  # noqa: ASYNC110  what is freed tells nobody
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()

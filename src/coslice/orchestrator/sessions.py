@@ -253,6 +253,7 @@ class Sessions:
 
     def _forget(self, session: Session) -> None:
         who = session.who
+        session.forget = None  # it holds the session
         self._sessions.pop(who.session, None)
         if of_job := self._of_job.get(who.job):
             of_job.pop(who.session, None)

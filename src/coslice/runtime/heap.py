@@ -11,10 +11,10 @@ Concerns the whole process: for one that only is a server.
 import asyncio
 import gc
 
-STEPS = 500
+STEPS = 200
 """Steps of all groups together between two collections of the newest; a hand-over is about four. Python
 itself counts what is new less what is freed: next to nothing where the new takes the place of the old."""
-SESSION = 10
+SESSION = 5
 """Steps that a new session counts as."""
 ENDED = 1000
 """Sessions that ended, at least, before everything is looked at; and no fewer than are there."""
