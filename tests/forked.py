@@ -16,15 +16,8 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
-LOADED = [
-    "torch",
-    "coslice.workload",
-    "coslice.agent.app",
-    "coslice.orchestrator.app",
-    "coslice.testing.engines",
-]
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(LOADED)
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["loaded"])
 
 
 class _Descriptor:
@@ -64,7 +57,7 @@ class _Started:
         self.output, theirs_out = os.pipe()
         errors = (stderr or sys.__stderr__).fileno()
         pipes = [_Descriptor(number) for number in (theirs_in, theirs_out, errors)]
-        self._process = _CONTEXT.Process(
+        self._process = CONTEXT.Process(
             target=_run, args=(str(script), list(arguments), dict(env), pipes), daemon=True
         )
         self._process.start()
@@ -104,6 +97,20 @@ class Forked(_Started):
         self._process.join()
         assert self._process.exitcode is not None
         return self._process.exitcode
+
+
+def run(program: str, *arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Its text, to its end. Raises nothing for its status."""
+    script = folder / "program.py"
+    script.write_text(program)
+    with (folder / "errors").open("w+") as errors:
+        process = Forked(script, *arguments, stderr=errors)
+        with process.stdin, process.stdout:
+            process.stdin.close()
+            said = process.stdout.read()
+        code = process.wait()
+        errors.seek(0)
+        return subprocess.CompletedProcess([str(script), *arguments], code, said, errors.read())
 
 
 class AsyncForked(_Started):

@@ -1,8 +1,8 @@
 """A job of several processes with live communicators takes part as one, each rank registering itself."""
 
-import multiprocessing
 from pathlib import Path
 
+from forked import CONTEXT
 from workload import rank
 from workload.fake_agent import PATIENCE, FakeAgent
 
@@ -12,13 +12,12 @@ WORLD = 4
 
 
 def test_every_rank_parks_and_returns_and_training_equals_the_undisturbed_run(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
     with FakeAgent(tmp_path) as agent:
         pipes, processes = [], []
         for number in range(WORLD):
-            ours, theirs = spawn.Pipe()
+            ours, theirs = CONTEXT.Pipe()
             arguments = (number, WORLD, str(tmp_path / "store"), agent.address, theirs)
-            processes.append(spawn.Process(target=rank.main, args=arguments, daemon=True))
+            processes.append(CONTEXT.Process(target=rank.main, args=arguments, daemon=True))
             pipes.append(ours)
         for process in processes:
             process.start()

@@ -5,17 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run
 from workload.fake_agent import FakeAgent
 
 
-def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=100
-    )
-
-
 def test_importing_brings_neither_torch_nor_the_core() -> None:
-    done = run(
+    program = (
         "import sys, coslice.workload\n"
         "from coslice.errors import ConfigError\n"
         "heavy = {'torch', 'numpy', 'msgspec', 'coslice.core', 'asyncio'} & set(sys.modules)\n"
@@ -23,6 +18,7 @@ def test_importing_brings_neither_torch_nor_the_core() -> None:
         "try: coslice.workload.register(object(), env={})\n"
         "except ConfigError as error: print(error)\n"
     )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "torch is not loaded" in done.stdout
 
@@ -36,13 +32,14 @@ ALIASES = {
 
 
 @pytest.mark.parametrize("alias", ALIASES)
-def test_unguarded_aliases_of_parked_state_end_the_process_or_raise(alias: str) -> None:
+def test_unguarded_aliases_of_parked_state_end_the_process_or_raise(alias: str, tmp_path: Path) -> None:
     """Documented limits. What must not happen is that training goes on with wrong numbers."""
     done = run(
         "import torch\n"
         "from coslice.workload import register\n"
         "w = torch.nn.Parameter(torch.ones(2048, 512))\n"
-        "away = register(tensors=w, env={}).offload\n" + ALIASES[alias]
+        "away = register(tensors=w, env={}).offload\n" + ALIASES[alias],
+        folder=tmp_path,
     )
     assert done.returncode != 0, done.stdout
 
