@@ -173,6 +173,41 @@ def test_nobody_makes_room_for_a_newcomer() -> None:
     assert "new" in plan.drop  # whoever else has to go does not go for its sake
 
 
+def both(on: float, **known: float) -> tuple[Player, ...]:
+    pools = [says(name, on, 100.0 - on) for name in ("old", "late")]
+    return tuple(Player(job=JobId(p.name), profile=p, bound=1.1, **known) for p in pools)
+
+
+def test_nobody_is_queued_for_a_difference_that_few_cycles_cannot_show() -> None:
+    def drop(**known: float) -> tuple[str, ...]:
+        return arrange(Question(players=both(56.0, **known), policy="fifo", base="fifo", swap_s=0.0)).drop
+
+    assert drop(error=0.08) == ("late",)
+    assert drop(error=0.08, few=True) == ()
+    assert drop(error=0.01, few=True) == ("late",)  # 1.11 x
+
+
+def test_who_is_queued_comes_back_when_there_is_room_beyond_doubt() -> None:
+    def drop(**known: float) -> tuple[str, ...]:
+        question = Question(
+            players=both(50.0, **known), queued=(JobId("late"),), policy="fifo", base="fifo", swap_s=0.0
+        )
+        return arrange(question).drop
+
+    assert drop(error=0.3) == ("late",)
+    assert drop(error=0.02) == ()
+
+
+def test_nobody_makes_room_for_who_is_queued() -> None:
+    """It came before the newest, which can stay and so does."""
+    players = tuple(
+        Player(job=JobId(name), profile=says(name, on, 100.0 - on), bound=1.1)
+        for name, on in (("old", 40.0), ("queued", 35.0), ("newest", 40.0))
+    )
+    question = Question(players=players, queued=(JobId("queued"),), policy="fifo", base="fifo", swap_s=0.0)
+    assert arrange(question).drop == ("queued",)
+
+
 def test_a_prediction_is_the_planners() -> None:
     """Two ways to the same figures: the planner's arithmetic, and the lock's own core."""
     for on, off, staleness in ((40.0, 60.0, 0.0), (60.0, 190.0, 0.0), (30.0, 100.0, 2.0)):

@@ -21,7 +21,7 @@ from coslice.simulate.engine import Engine
 from coslice.simulate.from_profile import job_of
 from coslice.simulate.lock import Lock
 from coslice.simulate.report import report
-from coslice.simulate.spec import Job, Scenario, Stretch, alternating, whole_swap
+from coslice.simulate.spec import Drift, Job, Scenario, Stretch, alternating, whole_swap
 
 
 class Onlooker:
@@ -119,6 +119,30 @@ def test_how_long_a_buffered_job_makes_a_batch_shows_although_it_waits_for_other
     solo = engine.runs[JobId("a")].alone().ends
     assert pool.period.mean == pytest.approx((solo[-1] - solo[5]) / (len(solo) - 6), rel=1e-6)
     assert trail.drifts == 1  # it is not what it declared, and that is noticed
+
+
+@pytest.mark.parametrize("staleness", [1.0, 4.0])
+def test_how_batches_scatter_is_known_and_not_forgotten_when_the_turns_change(staleness: float) -> None:
+    """It waits for them as long as its turns are short; with long ones nothing shows any more."""
+    made = Job(
+        name="a",
+        loop=((Stretch(40.0, "pool", "train"),),),
+        produce=tuple((Stretch(seconds, "", "make"),) for seconds in (90.0, 70.0, 80.0)),
+        staleness=staleness,
+        drift=(Drift(4000.0, 3.0, "on"),),
+    )
+    declared = given_profile("a", busy=40.0, period=80.0, options=ReadOptions(staleness=staleness)).pools[0]
+    for until, on in ((3900.0, 40.0), (8000.0, 120.0)):
+        watch, _ = watched(made, swap_s=0.0, until=until, declared=declared)
+        trail = watch.trails[JobId("a")]
+        assert trail.times()[0] == pytest.approx(on)
+        assert {round(make) for make in trail._made()} == {90, 70, 80}
+    before, _ = watched(made, swap_s=0.0, until=3900.0, declared=declared)
+    trail = before.trails[JobId("a")]
+    for scatter, told in ((True, {90, 70, 80}), (False, {80})):
+        pool = trail.pool(scatter=scatter)
+        assert pool is not None
+        assert {round(cycle.make) for cycle in cycles(pool, 12)} == told
 
 
 def test_a_turn_that_was_cut_off_says_nothing() -> None:

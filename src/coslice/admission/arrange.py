@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from coslice.admission.outlook import TURNS, Outlook, Player, alone, outlook, overloaded
 from coslice.core.ids import JobId
@@ -29,6 +30,8 @@ class Question(Struct, frozen=True, kw_only=True):
 
     players: tuple[Player, ...]
     newcomers: tuple[JobId, ...] = ()
+    queued: tuple[JobId, ...] = ()
+    """Members that wait at the door."""
     policy: str
     """In force now."""
     base: str
@@ -53,12 +56,18 @@ class Plan(Struct, frozen=True, kw_only=True):
 def arrange(question: Question) -> Plan:
     everybody = question.players
     now, why = _as_it_is(question)
+    outside = {*question.newcomers, *question.queued}
+    seated = tuple(player for player in everybody if player.job not in outside)
+    stay: bool | None = None
     for some in _subsets(everybody, set(question.newcomers)):
         kept = {player.job for player in some}
-        if len(some) == len(everybody) and now is not None and not why and question.policy == question.base:
-            found: Outlook | None = now
-        else:
-            found = _best(some, question, now if len(some) == len(everybody) else None)
+        if kept & outside and any(player.job not in kept for player in seated):
+            if stay is None:
+                stay = _best(_in_doubt(seated, question), question, None) is not None
+            if stay:
+                continue  # nobody makes room for who is queued, if all others can stay
+        judged = _in_doubt(some, question)
+        found = _best(judged, question, now if judged == everybody else None)
         if found is None:
             continue
         return Plan(
@@ -70,6 +79,18 @@ def arrange(question: Question) -> Plan:
             why=why,
         )
     raise AssertionError("one job alone keeps every bound")
+
+
+def _in_doubt(some: Sequence[Player], question: Question) -> tuple[Player, ...]:
+    """As they are judged. What is known from few cycles must not move jobs to and fro: who is queued comes
+    back if there is room for on-times that are one standard error longer, too; and for a member of which few
+    cycles were seen nobody is queued who could stay if its on-times were one shorter."""
+    jobs = {player.job for player in some}
+    if jobs & set(question.queued):
+        return tuple(replace(player, stretch=1.0 + player.error) for player in some)
+    if jobs & set(question.newcomers):
+        return tuple(some)
+    return tuple(replace(p, stretch=1.0 - p.error) if p.few else p for p in some)
 
 
 def _as_it_is(question: Question) -> tuple[Outlook | None, str]:

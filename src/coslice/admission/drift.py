@@ -75,6 +75,8 @@ class DriftTest:
         self._seen: deque[Times] = deque(maxlen=4 * BASE)
         self._sums: tuple[Sum, Sum] | None = None
         self._period = 0.0
+        self.moved = (False, False)
+        """Which of (on, off) the last change was one of."""
         if base:
             self._learn(base)
 
@@ -103,10 +105,14 @@ class DriftTest:
         seen = list(self._seen)
         found = [part.since([times[k] for times in seen]) for k, part in enumerate(self._sums) if moved[k]]
         new = seen[-max(found) :]
-        shift = max(abs(_mean([times[k] for times in new]) - part.mean) for k, part in enumerate(self._sums))
-        if shift < LEAST_SHIFT * self._period:
+        on_moved, off_moved = (
+            abs(_mean([times[k] for times in new]) - part.mean) >= LEAST_SHIFT * self._period
+            for k, part in enumerate(self._sums)
+        )
+        if not (on_moved or off_moved):
             self._learn(seen[-BASE:])
             return 0
+        self.moved = (on_moved, off_moved)
         self._seen, self._sums = deque(new, maxlen=4 * BASE), None
         if len(new) >= BASE:
             self._learn(new)

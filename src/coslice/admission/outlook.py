@@ -8,13 +8,14 @@ more apart. ``coslice plan`` predicts the same with arithmetic of its own, which
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from coslice.core.ids import JobId
 from coslice.profile.model import Profile
 from coslice.simulate.engine import Engine
 from coslice.simulate.from_profile import job_of
 from coslice.simulate.report import report, rolling
-from coslice.simulate.spec import Pool, Scenario, whole_swap
+from coslice.simulate.spec import Drift, Pool, Scenario, whole_swap
 
 CYCLES = 40.0
 TURNS = 1500
@@ -32,10 +33,17 @@ class Player(Struct, frozen=True, kw_only=True):
     bound: float
     correction: float = 1.0
     """What was measured ÷ what was predicted, where that was more."""
+    error: float = 0.0
+    """Standard error of its mean on-time ÷ that."""
+    few: bool = False
+    """It was measured over few cycles."""
+    stretch: float = 1.0
+    """Its on-times are played so many times as long."""
 
     @property
     def duty(self) -> float:
-        return self.profile.pools[0].duty
+        pool = self.profile.pools[0]
+        return pool.duty * self.stretch
 
 
 class Outlook(Struct, frozen=True, kw_only=True):
@@ -93,11 +101,14 @@ def _play(players: Sequence[Player], policy: str, swap_s: float, *, apart: bool)
     turns = sum(1.0 / period for period in periods)
     until = min(CYCLES * max(periods), TURNS / turns)
     jobs = [
-        job_of(
-            player.profile,
-            name=player.job,
-            seed=number,
-            arrival=number * _GOLDEN % 1.0 * periods[number] if apart else 0.0,
+        replace(
+            job_of(
+                player.profile,
+                name=player.job,
+                seed=number,
+                arrival=number * _GOLDEN % 1.0 * periods[number] if apart else 0.0,
+            ),
+            drift=(Drift(0.0, player.stretch, "on"),) if player.stretch != 1.0 else (),
         )
         for number, player in enumerate(players)
     ]

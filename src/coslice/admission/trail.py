@@ -1,6 +1,8 @@
 """One start of one job in one group, as its turns show it: its cycles alone and as they went, and whether it
 has changed. Pure; fed by ``watch``. It can be saved, and goes on from there with its next whole cycle."""
 
+import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -18,6 +20,9 @@ KEEP = 64
 KNOWN = 3
 """As many whole cycles and a job's profile is taken for what it does. The first, with all that is compiled
 and loaded in it, never counts: nobody knows when its off-time began."""
+SCATTER = 8
+"""How batches scatter counts once so many cycles of everybody were seen. The mean of fewer is so uncertain
+that both together would keep jobs apart that fit."""
 ROLLING = 10
 WAITED = 0.02
 """Of a cycle: a shorter off-time is no wait for a batch."""
@@ -137,11 +142,18 @@ class Trail:
         pool = self.declared
         return (pool.busy.mean, pool.period.mean - pool.busy.mean) if pool is not None else (0.0, 0.0)
 
-    def pool(self, name: str = "pool") -> Pool | None:
-        """What it does, as measured; before that as declared."""
+    def pool(self, name: str = "pool", *, scatter: bool = True) -> Pool | None:
+        """What it does, as measured; before that as declared. ``scatter``: with batches that take their time
+        each; else all take the same."""
         if len(self.cycles) < KNOWN:
             return self.declared
-        holds = [self._alone_holds(cycle.holds) for cycle in self.cycles]
+        some = list(self.cycles)
+        makes = itertools.cycle(self._made() if scatter else [self._make()])
+        befores = [some[-1], *some]  # it goes round, as ``profile.cycle`` plays it
+        holds = [
+            self._alone_holds(cycle.holds, next(makes), _computed(before.holds))
+            for cycle, before in zip(some, befores, strict=False)
+        ]
         if not any(hold.on > 0 for cycle in holds for hold in cycle):
             return self.declared
         size = self.declared
@@ -154,8 +166,23 @@ class Trail:
             state_bytes=size.state_bytes if size is not None else 0,
         )
 
-    def profile(self) -> Profile | None:
-        pool = self.pool()
+    @property
+    def measured_well(self) -> bool:
+        return len(self.cycles) >= SCATTER or len(self.cycles) < KNOWN
+
+    @property
+    def error(self) -> float:
+        """Standard error of its mean on-time ÷ that; 0 for what was declared."""
+        count = len(self.cycles)
+        if count < KNOWN:
+            return 0.0
+        times = [cycle.on for cycle in self.cycles]
+        mean = _mean(times)
+        spread = math.sqrt(sum((time - mean) ** 2 for time in times) / (count - 1))
+        return spread / math.sqrt(count) / mean if mean > 0 else 0.0
+
+    def profile(self, *, scatter: bool = True) -> Profile | None:
+        pool = self.pool(scatter=scatter)
         if pool is None:
             return None
         return Profile(name=self.job, pools=(pool,), source=Source(kind="journal"))
@@ -187,7 +214,7 @@ class Trail:
             return False
         holds = tuple([turn.hold for turn in pending])
         queued = sum([turn.queued for turn in pending])
-        alone = sum([hold.on + hold.off for hold in self._alone_holds(holds)])
+        alone = sum([hold.on + hold.off for hold in self._alone_holds(holds, self._make(), _computed(holds))])
         cycle = Cycle(holds, alone, end - before - queued)
         self.cycles.append(cycle)
         self.seen += 1
@@ -205,7 +232,8 @@ class Trail:
             busy, period = self.declared.busy.mean, self.declared.period.mean
             self.before = (busy, period - busy)
         self.cycles = deque(kept[-since:], maxlen=KEEP)
-        self._makes = deque(list(self._makes)[-since:], maxlen=KEEP)
+        if self._test.moved[1]:  # else its batches are made as before, and we may see few of them from now on
+            self._makes = deque(list(self._makes)[-since:], maxlen=KEEP)
         self.drifts += 1
         return True
 
@@ -222,24 +250,28 @@ class Trail:
             part = hold.off / (1.0 - self.staleness) if self.staleness < 1.0 else gap
             self._makes.append(min(part, gap))
 
-    def _alone_holds(self, holds: tuple[Hold, ...]) -> tuple[Hold, ...]:
-        """The same turns as the job would take them alone."""
+    def _alone_holds(self, holds: tuple[Hold, ...], make: float, before: float) -> tuple[Hold, ...]:
+        """The same turns as the job would take them alone, with a batch that takes ``make`` seconds, some of
+        them during the ``before`` seconds of the cycle before."""
         if not self.staleness or not holds:
             return holds
-        make = self._make()
         first, rest = holds[0], holds[1:]
-        busy = first.on + sum(hold.on + hold.off for hold in rest)
-        wait = max(0.0, make - min(self.staleness * make, busy))
+        wait = max(0.0, make - min(self.staleness * make, before))
         return (Hold(first.phase, wait, first.on), *rest)
 
     def _make(self) -> float:
         """Seconds that a batch takes to make: measured, else declared."""
+        made = self._made()
+        return quantile(made, 0.5) if self._makes else sum(made) / len(made)
+
+    def _made(self) -> list[float]:
+        """The latest batches, each in its seconds: measured, else declared. How they scatter matters as well:
+        that is what a job waits for alone, and with others does not."""
         if self._makes:
-            return quantile(list(self._makes), 0.5)
-        if self.declared is None:
-            return 0.0
-        made = cycles(self.declared, max(1, len(self.declared.period.samples)))
-        return sum(cycle.make for cycle in made) / len(made)
+            return list(self._makes)
+        if self.declared is None or not self.staleness:
+            return [0.0]
+        return [cycle.make for cycle in cycles(self.declared, max(1, len(self.declared.period.samples)))]
 
     @staticmethod
     def _fresh_test(declared: Pool | None) -> DriftTest:
@@ -254,6 +286,11 @@ class Trail:
             busy, period = declared.busy, declared.period
             base = [(busy.mean, period.mean - busy.mean)]
         return DriftTest(base)
+
+
+def _computed(holds: Sequence[Hold]) -> float:
+    """Seconds of a cycle without the wait for its batch."""
+    return holds[0].on + sum(hold.on + hold.off for hold in holds[1:])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -196,9 +196,11 @@ class Warden:
         if books.group is not None and books.group.deleted:
             return None
         players = []
+        trails = books.watch.trails
+        scatter = all(trails[job].measured_well for job in books.seats if job in trails)
         for seat in books.seats.values():
-            trail = books.watch.trails.get(seat.job)
-            profile = trail.profile() if trail is not None and trail.known else None
+            trail = trails.get(seat.job)
+            profile = trail.profile(scatter=scatter) if trail is not None and trail.known else None
             if profile is None:
                 return None
             players.append(
@@ -207,6 +209,8 @@ class Warden:
                     profile=profile,
                     bound=books.rules.max_slowdown,
                     correction=seat.correction,
+                    error=trail.error if trail is not None else 0.0,
+                    few=trail is not None and not trail.measured_well,
                 )
             )
         books.to_judge = False
@@ -216,6 +220,7 @@ class Warden:
         return Question(
             players=tuple(players),
             newcomers=tuple(seat.job for seat in books.seats.values() if seat.state in new),
+            queued=tuple(seat.job for seat in books.seats.values() if seat.state is State.QUEUED),
             policy=books.policy,
             base=books.operator or books.configured,
             swap_s=books.watch.swap_s,
