@@ -80,8 +80,8 @@ MUTANTS = (
         (
             (
                 "swap",
-                "if not isinstance(swap, Swapping) or swap.pending:",
-                "if not isinstance(swap, Swapping):",
+                "if type(swap) is not Swapping or swap.pending:",
+                "if type(swap) is not Swapping:",
             ),
         ),
     ),

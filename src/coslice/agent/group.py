@@ -30,8 +30,9 @@ from coslice.agent.watch import Watch
 from coslice.core import context as core
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.holdings import Context, Holdings, NodeRules, facts, find, fits_beside, need_of, others
+from coslice.core.holdings import Context, Holdings, NodeRules, find, fits_beside, need_of, others
 from coslice.core.ids import Epoch, Incarnation, JobId, MemberId, OpId
+from coslice.core.node_facts import facts
 from coslice.core.outcome import Rejected, Step
 from coslice.errors import ConfigError
 from coslice.observe import decisions

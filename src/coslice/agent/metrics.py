@@ -15,8 +15,8 @@ from coslice.agent.backends.base import MoveError, Restored, Snapshotted
 from coslice.agent.buffers import HostBuffers
 from coslice.core import effects as fx
 from coslice.core.events import ContextState
-from coslice.core.holdings import facts
 from coslice.core.ids import GroupId
+from coslice.core.node_facts import facts
 from coslice.observe.metric import MAX_JOBS, OTHER, Metric, Reading, counter, histogram
 
 if TYPE_CHECKING:

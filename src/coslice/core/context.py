@@ -32,13 +32,12 @@ from coslice.core.holdings import (
     Partly,
     Returning,
     Saved,
-    facts,
     find,
     in_transit,
     mib,
-    same_word,
 )
 from coslice.core.ids import MemberId
+from coslice.core.node_facts import facts, same_word
 from coslice.core.node_leaving import leaving_overdue, snapshot_failed
 from coslice.core.node_members import (
     forget_old_losses,

@@ -20,7 +20,17 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from coslice.core import deadlines, draining, lease, membership, memory, operator_verbs, sessions, swap
+from coslice.core import (
+    deadlines,
+    draining,
+    lease,
+    membership,
+    memory,
+    operator_verbs,
+    sessions,
+    swap,
+    swap_failed,
+)
 from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.deadlines import next_deadline
@@ -119,7 +129,7 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
     elif type(event) is ev.OpFailed:
         if not membership.answered(turn, event):
             membership.note(turn, event.node, event.facts)
-            swap.failed(turn, event)
+            swap_failed.failed(turn, event)
     elif type(event) is ev.NodesChanged:
         membership.changed(turn, event.nodes)
     elif type(event) is ev.PolicySet:

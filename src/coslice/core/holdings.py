@@ -1,7 +1,7 @@
 """What one node holds for one group: each job's context, the operation that runs, and the room that is left.
 
-Structs and arithmetic only. ``core.context`` changes them, the agent's shell reads them (``facts``,
-``find``), and the invariants judge by the same figures. Nothing here knows how bytes are moved.
+Structs and arithmetic only. ``core.context`` changes them, ``core.node_facts`` puts them in words, and
+the agent's shell and the invariants judge by the same figures. Nothing here knows how bytes are moved.
 
     Live ──evicted──▶ Leaving ──▶ Saved or Partly ──wanted──▶ Returning ──▶ Live
                          └─ killed ─▶ Lost ◀─ not restorable ─┘
@@ -13,12 +13,12 @@ on the device is ``Live(whole=False)``, which occupies the device and cannot be 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache
-from typing import Literal, assert_never, final
+from typing import Literal, final
 
 from msgspec import Struct
 
 from coslice.core.effects import ReportDone, ReportFailed
-from coslice.core.events import ContextFact, ContextState, EndedProcess, NodeFacts
+from coslice.core.events import EndedProcess
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, MemberId, NodeId, OpId
 
 MIB = 1 << 20
@@ -386,52 +386,6 @@ def fit_text(holdings: Holdings, job: JobId, need: int, beside: Sequence[Context
     return f"{word} fit: {text}{once} of {mib(holdings.device_budget)}"
 
 
-def same_word(before: Holdings, after: Holdings) -> bool:
-    """Do ``facts`` of both say the same? As ``facts(before) == facts(after)``, but most is not even built."""
-    if before.rules is not after.rules or len(before.contexts) != len(after.contexts):
-        return facts(before) == facts(after)
-    if before.contexts is not after.contexts or before.recent != after.recent:
-        for one, other in zip(before.contexts, after.contexts, strict=True):
-            # Of all but a live one, what is said follows from the context (and the rules) alone.
-            if (one is not other or type(one.place) is Live) and not _same_fact(before, one, after, other):
-                return False
-        if (_used(before), saved_bytes(before)) != (_used(after), saved_bytes(after)):
-            return False
-    return (
-        before.ended == after.ended
-        and before.version == after.version
-        and (before.device_budget, before.host_budget) == (after.device_budget, after.host_budget)
-        and before.accelerator == after.accelerator
-    )
-
-
-def _same_fact(before: Holdings, one: Context, after: Holdings, other: Context) -> bool:
-    return _said(before, one) == _said(after, other) and (
-        one is other or _fact(before, one) == _fact(after, other)
-    )
-
-
-def facts(holdings: Holdings) -> NodeFacts:
-    """Our word on what is here. ``LIVE`` is said only of a job that may be granted without a command."""
-    return NodeFacts(
-        version=holdings.version,
-        contexts=tuple([_fact(holdings, c) for c in holdings.contexts]),
-        ended=holdings.ended,
-        device_budget=holdings.device_budget,
-        device_used=_used(holdings),
-        host_budget=holdings.host_budget,
-        host_used=saved_bytes(holdings),
-        accelerator=holdings.accelerator,
-    )
-
-
-def _used(holdings: Holdings) -> int:
-    total = 0
-    for context in holdings.contexts:
-        total += context.place.residual if type(context.place) is Saved else context.use
-    return total
-
-
 def saved_bytes(holdings: Holdings) -> int:
     total = 0
     for context in holdings.contexts:
@@ -440,54 +394,3 @@ def saved_bytes(holdings: Holdings) -> int:
         elif type(context.place) is Partly:
             total += min(context.place.saved, context.kept)
     return total
-
-
-def _fact(holdings: Holdings, context: Context) -> ContextFact:
-    state, reason = _said(holdings, context)
-    return ContextFact(
-        job=context.job,
-        state=state,
-        bytes=context.bytes,
-        pids=tuple([m.pid for m in context.members]),
-        incarnation=context.incarnation,
-        reason=reason,
-        whole=context.whole,
-    )
-
-
-def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
-    place = context.place
-    if type(place) is Saved:  # most of them
-        return ContextState.SAVED, ""
-    if type(place) is Live:
-        return _said_live(holdings, context, place)
-    if type(place) is Leaving:
-        if place.stuck_since is None:
-            return ContextState.LEAVING, place.reason
-        grace = holdings.rules.stuck_grace
-        text = f"stuck: {place.reason}; unless it leaves within {grace:g} s it is killed"
-        return ContextState.LEAVING, text
-    if type(place) is Partly:
-        text = f"{mib(place.saved)} are in host memory, {mib(place.left)} wait on the device"
-        return ContextState.LEAVING, text
-    if type(place) is Returning:
-        return ContextState.RETURNING, place.reason
-    if type(place) is Lost:
-        return ContextState.LOST, place.reason
-    assert_never(place)
-
-
-def _said_live(holdings: Holdings, context: Context, place: Live) -> tuple[ContextState, str]:
-    if not place.whole:
-        return ContextState.LEAVING, place.reason
-    beside = others(holdings, context.job)
-    if not beside:
-        return ContextState.LIVE, ""
-    need = reserve(holdings, context)
-    if fits_beside(holdings, context.job, need, beside):
-        return ContextState.LIVE, fit_text(holdings, context.job, need, beside)
-    names = ", ".join(c.job for c in beside)
-    return (
-        ContextState.LEAVING,
-        f"on the device beside {names}, without room for all: the next grant makes it",
-    )

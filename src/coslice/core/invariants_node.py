@@ -17,7 +17,6 @@ from coslice.core.holdings import (
     Partly,
     Returning,
     Saved,
-    facts,
     find,
     fits_beside,
     need_of,
@@ -25,6 +24,7 @@ from coslice.core.holdings import (
     restores_into,
 )
 from coslice.core.ids import JobId
+from coslice.core.node_facts import facts
 from coslice.core.outcome import Step
 
 

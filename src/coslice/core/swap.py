@@ -11,6 +11,7 @@ from coslice.core import events as ev
 from coslice.core import lease
 from coslice.core.effects import ReasonCode, RefuseCode
 from coslice.core.events import ContextFact, ContextState
+from coslice.core.grant_reason import why_after_swap, why_without_command
 from coslice.core.group_state import (
     ON_DEVICE,
     PARKED,
@@ -22,7 +23,6 @@ from coslice.core.group_state import (
     JobRecord,
     NodeView,
     Resident,
-    Stuck,
     Swapping,
     context_of,
     drain_of,
@@ -84,7 +84,7 @@ def begin(turn: Turn, choice: Choice) -> None:
     pending = tuple([v.node for v in group.views if needs_command(group, v, waiter.job, last=last)])
     if not pending:
         turn.group = replace(group, epoch=epoch, waiters=waiters)
-        reason = _why_without_command(turn.group, waiter.job, last)
+        reason = why_without_command(turn.group, waiter.job, last)
         turn.say(reason.code, f"{reason.text} ({choice.reason})")
         lease.hold(turn, waiter, epoch=epoch, reason=reason)
         return
@@ -138,9 +138,9 @@ def commands(group: Group) -> tuple[fx.MakeResident, ...]:
 
 
 def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
-    _answered(turn, event)
+    heard_answer(turn, event)
     swap = turn.group.occupancy
-    if type(swap) is not Swapping or not _is_pending(turn.group, swap, event.node, event.op):
+    if type(swap) is not Swapping or not is_pending(turn.group, swap, event.node, event.op):
         turn.say(ReasonCode.STALE, f"{event.node} reports {event.op} done, which nobody waits for any more")
         return
     if _is_parked(turn.group, event.node, swap.incoming):
@@ -199,7 +199,7 @@ def finish_if_done(turn: Turn) -> None:
             ReasonCode.SESSION_LOST, f"{swap.incoming} is resident but not connected: passed over for now"
         )
         return
-    reason = _why_after_swap(turn.group, swap)
+    reason = why_after_swap(turn.group, swap)
     turn.say(reason.code, reason.text)
     lease.hold(
         turn,
@@ -210,26 +210,6 @@ def finish_if_done(turn: Turn) -> None:
         bytes_in=swap.bytes_in,
         bytes_out=swap.bytes_out,
     )
-
-
-def failed(turn: Turn, event: ev.OpFailed) -> None:
-    """Find out whose fault it is. The group goes on in every case."""
-    _answered(turn, event)
-    swap = turn.group.occupancy
-    if type(swap) is Held and event.op == op_id(turn.group.id, swap.epoch, event.node):
-        if event.culprit == swap.job:
-            fault_job(turn, event.culprit, Fault(code=RefuseCode.JOB_FAULTED, reason=event.reason))
-        return
-    if type(swap) is not Swapping or not _is_pending(turn.group, swap, event.node, event.op):
-        turn.say(ReasonCode.STALE, f"{event.node} reports {event.op} failed, which nobody waits for any more")
-        return
-    if event.culprit == swap.incoming:
-        fault_job(turn, event.culprit, Fault(code=RefuseCode.JOB_FAULTED, reason=event.reason))
-        _rest(turn, prefer=swap.outgoing)
-    elif not event.culprit or (event.stuck and _still_there(turn.group, event)):
-        _blocked(turn, swap, event)
-    else:
-        _evictee_failed(turn, swap, event)
 
 
 def fault_lost(turn: Turn) -> None:
@@ -311,62 +291,14 @@ def review_rest(turn: Turn, *, was_there: bool) -> None:
     if type(rest) is Empty or (
         type(rest) is Resident and was_there and not is_on_device(turn.group, rest.job)
     ):
-        _rest(turn, prefer=None)
+        rest_on(turn, prefer=None)
 
 
-def _rest(turn: Turn, *, prefer: JobId | None) -> None:
+def rest_on(turn: Turn, *, prefer: JobId | None) -> None:
     there = [c.job for _, c in on_device(turn.group)]
     parked = prefer is not None and any(c.job == prefer for v in turn.group.views for c in v.facts.contexts)
     job = prefer if prefer in there or not (there or parked) else next(iter(there), None)
     turn.set(occupancy=Empty() if job is None else Resident(job=job))
-
-
-def _blocked(turn: Turn, swap: Swapping, event: ev.OpFailed) -> None:
-    stuck = Stuck(
-        node=event.node,
-        job=event.culprit,
-        pid=event.pid,
-        reason=event.reason,
-        retry_at=turn.at + turn.group.rules.stuck_retry,
-    )
-    others = tuple(s for s in turn.group.stuck if (s.node, s.job) != (stuck.node, stuck.job))
-    turn.set(stuck=(*others, stuck))
-    who = event.culprit or "a process of no job we know"
-    turn.say(
-        ReasonCode.BLOCKED,
-        f"{swap.incoming} is BLOCKED_BY({who}, pid {event.pid}) on {event.node}: {event.reason}",
-    )
-    _rest(turn, prefer=event.culprit or swap.outgoing)
-    if swap.waiter is not None:
-        requeue(turn, swap.waiter)
-
-
-def _evictee_failed(turn: Turn, swap: Swapping, event: ev.OpFailed) -> None:
-    fault_job(turn, event.culprit, Fault(code=RefuseCode.JOB_FAULTED, reason=event.reason))
-    _rest(turn, prefer=swap.outgoing)
-    waiter = swap.waiter
-    if waiter is None:
-        return
-    waiter = replace(waiter, attempts=waiter.attempts + 1)
-    requeue(turn, waiter)
-    if waiter.attempts < turn.group.rules.max_attempts:
-        turn.say(ReasonCode.RETRY, f"{waiter.job} is not at fault: its swap is tried again")
-        return
-    turn.refuse(
-        waiter.job,
-        RefuseCode.FAILED,
-        f"{waiter.attempts} swaps failed by the fault of other jobs, last {event.culprit} on {event.node}: "
-        f"{event.reason}; acquire again once that is solved",
-    )
-
-
-def _still_there(group: Group, event: ev.OpFailed) -> bool:
-    """Without facts the report itself is believed."""
-    view = view_of(group, event.node)
-    if event.facts is None or view is None:
-        return True
-    context = context_of(view, event.culprit)
-    return context is not None and context.state in ON_DEVICE
 
 
 def _incarnation_seen(group: Group, job: JobId) -> Incarnation:
@@ -374,7 +306,7 @@ def _incarnation_seen(group: Group, job: JobId) -> Incarnation:
     return next(found, Incarnation(""))
 
 
-def _is_pending(group: Group, swap: Swapping, node: NodeId, op: str) -> bool:
+def is_pending(group: Group, swap: Swapping, node: NodeId, op: str) -> bool:
     return node in swap.pending and op == op_id(group.id, swap.epoch, node)
 
 
@@ -387,7 +319,7 @@ def _command(turn: Turn, now: Swapping | Held, nodes: tuple[NodeId, ...]) -> Non
             turn.emit(_make_resident(turn.group, now, node))
 
 
-def _answered(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> None:
+def heard_answer(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> None:
     """The node did what it was told last, or could not: its facts stand again.
 
     A failure without facts leaves it open what is on the device, so that the next grant asks the agent. A
@@ -413,9 +345,11 @@ def _assumed(context: ContextFact, loaded: JobId) -> ContextFact:
 
 
 def _make_resident(group: Group, now: Swapping | Held, node: NodeId) -> fx.MakeResident:
-    record = record_of(group, occupant(group) or JobId(""))
-    need = now.need if type(now) is Swapping else record.need if record is not None else 0
-    job = now.incoming if type(now) is Swapping else now.job
+    if type(now) is Swapping:
+        job, need = now.incoming, now.need
+    else:
+        record = record_of(group, now.job)
+        job, need = now.job, record.need if record is not None else 0
     return fx.MakeResident(
         op=op_id(group.id, now.epoch, node),
         node=node,
@@ -424,43 +358,3 @@ def _make_resident(group: Group, now: Swapping | Held, node: NodeId) -> fx.MakeR
         need=need,
         freeze=_to_freeze(group, job),
     )
-
-
-def _why_without_command(group: Group, job: JobId, last: JobId | None) -> fx.Reason:
-    if not is_on_device(group, job) and last != job:
-        return fx.Reason(ReasonCode.GRANTED_EMPTY, f"{job} gets empty accelerators: nobody's state was there")
-    beside = _beside(group, job)
-    if beside:
-        return fx.Reason(ReasonCode.GRANTED_BOTH_FIT, f"{job} never left: {beside}")
-    return fx.Reason(ReasonCode.GRANTED_RESIDENT, f"{job} was the last on the accelerators: nothing moved")
-
-
-def _why_after_swap(group: Group, swap: Swapping) -> fx.Reason:
-    notes = f" ({'; '.join(swap.notes)})" if swap.notes else ""
-    if swap.restored or swap.bytes_in or swap.bytes_out:
-        moved = f"{size(swap.bytes_out)} out, {size(swap.bytes_in)} in"
-        after = f" in the place of {swap.outgoing}" if swap.outgoing else ""
-        return fx.Reason(ReasonCode.GRANTED_SWAPPED, f"{swap.incoming} was loaded{after}: {moved}{notes}")
-    beside = _beside(group, swap.incoming)
-    if beside:
-        return fx.Reason(
-            ReasonCode.GRANTED_BOTH_FIT, f"nothing had to move for {swap.incoming}: {beside}{notes}"
-        )
-    if is_on_device(group, swap.incoming):
-        return fx.Reason(ReasonCode.GRANTED_RESIDENT, f"{swap.incoming} was still on the accelerators{notes}")
-    return fx.Reason(
-        ReasonCode.GRANTED_EMPTY, f"{swap.incoming} gets empty accelerators: nothing to move{notes}"
-    )
-
-
-def _beside(group: Group, job: JobId) -> str:
-    """Who stays on the device beside ``job``, with the figures of the fullest node; empty if nobody."""
-    texts = []
-    for view in group.views:
-        there = [c for c in view.facts.contexts if c.state in ON_DEVICE]
-        if group.drained and drain_of(group, view.node) is not None:
-            continue
-        if there and any(c.job != job for c in there):
-            parts = " + ".join(f"{c.job} {size(c.bytes)}" for c in there)
-            texts.append(f"{parts} fit in {size(view.facts.device_budget)} on {view.node}")
-    return "; ".join(texts)

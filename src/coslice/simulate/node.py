@@ -11,8 +11,9 @@ from msgspec.structs import replace
 from coslice.core import context as core
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.holdings import Holdings, NodeRules, facts
+from coslice.core.holdings import Holdings, NodeRules
 from coslice.core.ids import GroupId, Incarnation, JobId, MemberId, NodeId
+from coslice.core.node_facts import facts
 from coslice.core.outcome import Rejected
 from coslice.simulate.spec import Pool
 
