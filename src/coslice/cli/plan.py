@@ -57,8 +57,9 @@ def plan(
 ) -> None:
     """Which jobs should share which accelerators, in which order, and why others should not.
 
-    Every group that it proposes was played through: its jobs' turns one after the other, first come first
-    served, with swaps, from several starts. A job's slowdown is its step time there ÷ its step time alone.
+    Every group that it proposes was played through: its jobs' turns one after the other, with swaps, from
+    several starts, under the policy that it names. A job's slowdown is its step time there ÷ its step time
+    alone.
 
       coslice plan profiles/ --max-slowdown 1.10 --out groups.toml --picture plan.html
       coslice plan math.json code.json --swap-s 3 --json plan.json

@@ -79,7 +79,8 @@ def _group(group: Group) -> Iterator[str]:
             f"    {member.profile.ljust(width)}  {member.duty_alone:6.1%} alone, "
             f"{member.useful_duty:6.1%} here, {member.slowdown:.2f} x (bound {member.max_slowdown:.2f})"
         )
-    yield f"    order: {_order(group.order)}"
+    policy = f"; policy {group.policy}" if group.policy else ""
+    yield f"    order: {_order(group.order)}{policy}"
 
 
 def _order(order: tuple[str, ...]) -> str:

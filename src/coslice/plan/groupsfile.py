@@ -60,6 +60,7 @@ def format_groups(plan: Plan) -> str:
             "[[groups]]",
             f"name = {json.dumps(group.name)}",
             f"max_slowdown = {plan.max_slowdown:g}",
+            *([f"policy = {json.dumps(group.policy)}"] if group.policy else []),
             f"jobs = {json.dumps([member.profile for member in group.members])}",
             f"nodes = {json.dumps(list(group.nodes))}",
             f"devices = {json.dumps([list(devices) for devices in group.devices])}",

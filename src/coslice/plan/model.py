@@ -18,7 +18,9 @@ class Group(Struct, frozen=True, kw_only=True):
     name: str
     members: tuple[Member, ...]
     order: tuple[str, ...]
-    """Whose turns follow each other, in one cycle of the slowest (as predicted; the lock decides live)."""
+    """Whose turns follow each other, in one cycle of the slowest (as predicted, first come first served)."""
+    policy: str
+    """Under which the slowdowns hold, and which the groups file asks for; empty: any does the same."""
     useful_duty: float
     duty_bound: float
     """min(1, Σ alone): no schedule passes it."""

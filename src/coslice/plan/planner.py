@@ -12,6 +12,7 @@ from coslice.plan.cluster import Cluster
 from coslice.plan.grouping import Grouping
 from coslice.plan.model import Plan
 from coslice.plan.place import place
+from coslice.plan.policy import choose
 from coslice.plan.tell import groups_told, keep_job_bounds, slowdowns
 from coslice.plan.units import CYCLES, Unit, unit_of
 from coslice.profile.model import Profile
@@ -41,7 +42,9 @@ def plan(
     grouping = Grouping(table, cluster, max_jobs, set(share), seed, began, budget)
     groups, method = grouping.run()
     groups, told = keep_job_bounds(table, groups)
-    detail = place(groups_told(units, groups, told), cluster)
+    chosen = choose(profiles, units, groups, told)
+    told = [one.told for one in chosen]
+    detail = place(groups_told(units, groups, told, [one.policy for one in chosen]), cluster)
     weights = [max(units[u].weight for u in group) for group in groups]
     alone = sum(unit.weight for unit in units)
     refused = grouping.refused()

@@ -54,9 +54,11 @@ def _turns(units: Sequence[Unit], cycles: float) -> int:
     return int(min(1000, max(8, cycles * a_cycle)))
 
 
-def groups_told(units: Sequence[Unit], groups: Sequence[Members], told: Sequence[Told]) -> list[Group]:
+def groups_told(
+    units: Sequence[Unit], groups: Sequence[Members], told: Sequence[Told], policies: Sequence[str]
+) -> list[Group]:
     found = []
-    for number, (group, seen) in enumerate(zip(groups, told, strict=True), start=1):
+    for number, (group, seen, policy) in enumerate(zip(groups, told, policies, strict=True), start=1):
         some = [units[u] for u in group]
         size = max(unit.weight for unit in some)
         found.append(
@@ -74,6 +76,7 @@ def groups_told(units: Sequence[Unit], groups: Sequence[Members], told: Sequence
                     for k, unit in enumerate(some)
                 ),
                 order=tuple(some[k].job for k in seen.order),
+                policy=policy,
                 useful_duty=math.fsum(seen.useful),
                 duty_bound=duty_bound(
                     unit.duty * (unit.weight / size if unit.accelerators else 1.0) for unit in some
