@@ -48,3 +48,22 @@ async def test_circles_of_what_was_set_apart_go_once_as_many_sessions_ended_as_a
     heap.ended(left=ENDED + 1)
     await asyncio.sleep(0)
     assert gone() is None
+
+
+async def test_circles_from_elsewhere_go_once_twice_as_much_is_set_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("coslice.runtime.heap.ROUNDS", 1)
+    heap, circle = Heap(), Circle()
+    gone = weakref.ref(circle)
+    heap.stepped(STEPS)
+    await asyncio.sleep(0)
+    del circle
+    heap.stepped(STEPS)
+    await asyncio.sleep(0)
+    assert gone() is not None, "no more than there was"
+    more = [[number] for number in range(gc.get_freeze_count())]
+    heap.stepped(STEPS)
+    await asyncio.sleep(0)
+    assert gone() is None
+    del more

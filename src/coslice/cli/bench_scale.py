@@ -108,12 +108,13 @@ def bench_scale(*, groups: int, jobs: int, rate: float, seconds: float, out: Pat
         busy, short = (_cpu(server) - before) / wall, (_waited(server) - waited) / wall
         server_ms = scraper.end()
         rss = _rss(server)
+        in_time = [took for one in ran for took in one["took_in_time"]]
         figures: dict[str, Any] = {
             "groups": groups,
             "jobs": connected,
             "rate": rate,
             "handoff_ms": _summary([took for one in ran for took in one["took"]]),
-            "handoff_in_time_ms": _summary([took for one in ran for took in one["took_in_time"]]),
+            "handoff_in_time_ms": _summary(in_time) if in_time else None,
             "load_lag_ms": _summary([late for one in ran for late in one["lag"]]),
             "server_ms": server_ms,
             "scrape_ms": scraper.took,
@@ -218,9 +219,9 @@ def _print(figures: dict[str, Any]) -> None:
     table.add_column("", justify="right")
     table.add_row(f"hand-over at {figures['rate']:g}/s, p50", f"{took['p50']:.1f} ms")
     table.add_row("hand-over, p99", f"{took['p99']:.1f} ms")
-    in_time, late = figures["handoff_in_time_ms"], figures["load_lag_ms"]
-    table.add_row(f"… while the load was in time ({in_time['n']:,}), p99", f"{in_time['p99']:.1f} ms")
-    table.add_row("the load late, p99", f"{late['p99']:.1f} ms")
+    if (in_time := figures["handoff_in_time_ms"]) is not None:
+        table.add_row(f"… while the load was in time ({in_time['n']:,}), p99", f"{in_time['p99']:.1f} ms")
+    table.add_row("the load late, p99", f"{figures['load_lag_ms']['p99']:.1f} ms")
     for name, own in figures["server_ms"].items():
         table.add_row(f"orchestrator: {name}, p50, p99", f"{own['p50']:.1f}, {own['p99']:.1f} ms")
     table.add_row("hand-overs measured, moments missed", f"{took['n']:,}, {figures['missed']:,}")

@@ -19,10 +19,15 @@ SESSION = 5
 ENDED = 1000
 """Sessions that ended, at least, before everything is looked at; and no fewer than are there."""
 
+ROUNDS = 500
+"""Collections of the newest between two looks at how much has been set apart; one takes 9 ms at a million
+objects. Twice as much as at the last time, whatever it came from: everything is looked at."""
+
 
 class Heap:
     def __init__(self) -> None:
-        self._steps = self._ended = 0
+        self._steps = self._ended = self._rounds = 0
+        self._apart = 0
 
     def stepped(self, steps: int = 1) -> None:
         """Some group took a step. Call it, and the others, from the event loop's thread."""
@@ -42,13 +47,19 @@ class Heap:
             self._ended = 0
             asyncio.get_running_loop().call_soon(self._everything)
 
-    @staticmethod
-    def _newest() -> None:
+    def _newest(self) -> None:
         gc.collect(0)
         gc.freeze()
+        self._rounds += 1
+        if self._rounds >= ROUNDS:
+            self._rounds = 0
+            apart = gc.get_freeze_count()
+            if self._apart and apart > 2 * self._apart:
+                self._everything()
+            self._apart = self._apart or apart
 
-    @staticmethod
-    def _everything() -> None:
+    def _everything(self) -> None:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
+        self._apart = gc.get_freeze_count()
