@@ -28,11 +28,20 @@ def told(address: str, leader: str) -> tuple[tuple[str, str], ...]:
     return ((LEADER, address), (LEADER_ID, leader))
 
 
-def test_a_leader_that_was_lost_is_tried_once_more_then_shown_to_the_standbys() -> None:
-    dial = Dial("a:1,b:2,c:3", encrypted=False)
+@pytest.mark.parametrize(("given", "next_"), [("a:1,b:2,c:3", "b:2"), ("c:3,a:1", "c:3"), ("a:1", "a:1")])
+def test_when_the_leader_is_lost_another_is_asked_first(given: str, next_: str) -> None:
+    dial = Dial(given, encrypted=True)
+    while dial.address != "a:1":
+        dial.failed(told("a:1", "it"))
     dial.reached()
     assert dial.failed() is True  # its stream broke: not all at once
+    assert dial.address == next_
+    dial.failed(told("a:1", "it"))  # it is still there
     assert dial.address == "a:1"
+
+
+def test_a_leader_that_does_not_answer_is_shown_to_the_standbys() -> None:
+    dial = Dial("a:1,b:2,c:3", encrypted=False)
     dial.failed()
     assert (dial.address, dial.metadata) == ("b:2", ())
     dial.failed(told("a:1", "old"))

@@ -22,7 +22,7 @@ from coslice.store.election import Hearsay, Seat, Tenure
 from coslice.store.etcd import EtcdStore
 from coslice.store.etcd_api import EtcdApi, Json, NoAnswer, after_prefix, decoded, encoded
 from coslice.store.etcd_location import EtcdLocation
-from coslice.store.presence import first_of, process_gone
+from coslice.store.presence import Presence, first_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,6 +62,7 @@ class EtcdElection:
         self._lease: _Lease | None = None
         self._keeper: asyncio.Task[None] | None = None
         self.hearsay = Hearsay()
+        self._presence = Presence()
 
     async def campaign(self) -> tuple[Tenure, Store]:
         while True:
@@ -186,7 +187,7 @@ class EtcdElection:
             if str(kvs[0].get("lease", 0)) == lease.id:  # an answer was lost
                 return int(kvs[0]["create_revision"])
             self.hearsay.leader = seat = _seat(kvs[0])
-            gone = seat is not None and await first_of(self._vacant(revision + 1), _gone(seat))
+            gone = seat is not None and await first_of(self._vacant(revision + 1), self._gone(seat))
             self.hearsay.leader = None
             if gone:
                 await self._unseat(str(kvs[0]["lease"]))
@@ -198,6 +199,10 @@ class EtcdElection:
             "success": [{"request_put": {"key": key, "value": encoded(self._value), "lease": lease.id}}],
             "failure": [{"request_range": {"key": key}}],
         }
+
+    async def _gone(self, seat: Seat) -> bool:
+        await self._presence.gone(seat)
+        return True
 
     async def _unseat(self, lease: str) -> None:
         """Of a process that is gone. If it is not, it hears of it when it renews its lease."""
@@ -223,11 +228,6 @@ class EtcdElection:
 
 class _LeaseOver(Exception):
     pass
-
-
-async def _gone(seat: Seat) -> bool:
-    await process_gone(seat.address)
-    return True
 
 
 def _silence(lease: _Lease) -> str:

@@ -26,7 +26,7 @@ from coslice.store.kube_api import LEASES, Expired, Json, KubeApi, Missing, NoAn
 from coslice.store.kube_candidates import Candidates
 from coslice.store.kube_location import KubeLocation
 from coslice.store.kubernetes import KubernetesStore
-from coslice.store.presence import first_of, process_gone
+from coslice.store.presence import Presence, first_of
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class LeaseElection:
         self.tenure = Tenure(0)
         self.floor = 0
         self.hearsay = Hearsay()
+        self._presence = Presence()
         self._until = 0.0
         """While we lead: when we do no longer if nothing more is confirmed."""
         self._known = Candidates(self._api, seat)
@@ -243,8 +244,7 @@ class LeaseElection:
 
     async def _gone(self, seen: Json) -> Json | None:
         """As ``_wait``, once the process that leads is known to be gone."""
-        seat = _seat(seen)
-        await process_gone(seat.address if seat is not None else "")
+        await self._presence.gone(_seat(seen) or Seat(""))
         log.warning("nobody listens any more where the leader did: its lease is taken")
         there = await self._api.get(LEASES, self._name)
         return None if _taken_by_another(there, seen) else there

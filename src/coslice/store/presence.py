@@ -10,28 +10,41 @@ import contextlib
 from collections.abc import Awaitable
 from typing import TypeVar
 
+from coslice.store.election import Seat
+
 T = TypeVar("T")
 
-CONNECT_S = 5.0
+CONNECT_S, AGAIN_S = 2.0, 0.2
 
 
-async def process_gone(address: str) -> None:
-    """Returns once nobody listens any more at ``host:port`` where somebody did when this was called. Waits
-    for ever where that cannot be told."""
-    host, _, port = address.rpartition(":")
-    if not host.startswith("unix") and port.isdigit():
-        with contextlib.suppress(OSError, TimeoutError):  # unreachable, or too slow: not for us to tell
-            reader, writer = await _connected(host.strip("[]"), int(port))
-            while True:
+class Presence:
+    """What one standby knows of leaders' processes."""
+
+    def __init__(self) -> None:
+        self._reached: set[Seat] = set()
+
+    async def gone(self, seat: Seat) -> None:
+        """Returns once nobody listens any more at the seat's address, where we reached somebody while it led.
+        Waits for as long as that cannot be told."""
+        host, _, port = seat.address.rpartition(":")
+        if host.startswith("unix") or not port.isdigit():
+            await asyncio.Event().wait()
+        while True:
+            try:
+                reader, writer = await _connected(host.strip("[]"), int(port))
+            except ConnectionRefusedError:
+                if seat in self._reached:
+                    return
+            except (OSError, TimeoutError):  # unreachable, too slow, or dying just now
+                pass
+            else:
+                self._reached.add(seat)
                 try:
                     await _ended(reader)
                 finally:
                     writer.close()
-                try:
-                    reader, writer = await _connected(host.strip("[]"), int(port))
-                except ConnectionRefusedError:
-                    return
-    await asyncio.Event().wait()
+                continue
+            await asyncio.sleep(AGAIN_S)  # nobody tells when it can be reached
 
 
 async def _connected(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -40,7 +53,7 @@ async def _connected(host: str, port: int) -> tuple[asyncio.StreamReader, asynci
 
 
 async def _ended(reader: asyncio.StreamReader) -> None:
-    with contextlib.suppress(ConnectionError):
+    with contextlib.suppress(OSError):
         while await reader.read(4096):
             pass
 

@@ -58,7 +58,8 @@ class Dial:
         return ((SILENT, self._silent),) if self._silent else ()
 
     def reached(self) -> None:
-        """The leader answered. When it is lost afterwards, its address is tried once more first."""
+        """The leader answered. When it is lost afterwards another one is asked first, if there is one: that
+        knows whether the leader is still there."""
         self._begin_round()
         self._silent, self._lost = "", True
 
@@ -67,6 +68,9 @@ class Dial:
         vain; wait before the next attempt."""
         if self._lost:
             self._lost = False
+            if self.address in self._given:
+                self._next = self._given.index(self.address)
+            self._turn()
             return True
         address, leader = self._told(trailers)
         if address == self.address and self._followed < FOLLOWS:  # elected while we waited there
@@ -80,13 +84,16 @@ class Dial:
             self._followed += 1
             self.address = address
             return False
-        self._next = (self._next + 1) % len(self._given)
-        self.address = self._given[self._next]
+        self._turn()
         self._failed += 1
         if self._failed < len(self._given):
             return False
         self._begin_round()
         return True
+
+    def _turn(self) -> None:
+        self._next = (self._next + 1) % len(self._given)
+        self.address = self._given[self._next]
 
     def _begin_round(self) -> None:
         self._failed = self._followed = 0
