@@ -78,8 +78,8 @@ class SqliteStore:
         self.commits = 0
         """Transactions so far; each may have saved many values."""
         self._queue: _Queue = queue.SimpleQueue()
-        self._new: list[_Write] = []
-        """Saves of this turn of the loop."""
+        self._first: _Write | None = None
+        """Of this turn of the loop, while it is alone."""
         self._with_thread = 0
         """Requests that it has yet to answer; while there is none it leaves the file alone."""
         self._thread: threading.Thread | None = None
@@ -131,24 +131,28 @@ class SqliteStore:
         if not self.flush and self._writer is not None:
             self._writer.write_here([write])
             return write.future
-        if not self._new:
+        if self._with_thread or self._first is not None:  # the thread takes all that is there when it is free
+            self._hand_over(write)
+        else:
+            self._first = write
             loop.call_soon(self._begin)
-        self._new.append(write)
         return write.future
 
     def _begin(self) -> None:
         """Whoever saves in the same turn of the loop is here by now."""
-        alone = len(self._new) == 1 and not self._with_thread
-        if alone and self._writer is not None and self._writer.took_s <= QUICK_S:
-            writes, self._new = self._new, []
-            self._writer.write_here(writes)
-        else:
+        first, writer = self._first, self._writer
+        if first is None or writer is None:
+            return
+        if self._with_thread or writer.took_s > QUICK_S:
             self._hand_over()
+        else:
+            self._first = None
+            writer.write_here([first])
 
     def _hand_over(self, *further: _Request) -> None:
         """To the thread, in the order in which they were asked."""
-        requests: list[_Request] = [*self._new, *further]
-        self._new = []
+        requests = further if self._first is None else (self._first, *further)
+        self._first = None
         self._with_thread += len(requests)
         for request in requests:
             self._queue.put(request)
