@@ -5,12 +5,17 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import grpc.aio
 import pytest
 from faults.cluster import Cluster
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from orchestrator.raw_client import RawClient
 from orchestrator.test_admission import member, says, turns
+from orchestrator.world import World
 
+from coslice.orchestrator.config import GroupConfig
 from coslice.testing.fake_agent import FakeAgent
+from coslice.testing.fake_kubernetes_http import FakeKubernetes
 from coslice.wire.v1 import coslice_pb2 as pb
 
 
@@ -67,3 +72,31 @@ async def test_a_kill_loses_neither_verdicts_nor_what_was_measured(
     assert f"Admission refuses job-b: {refused.message}" in await a.explain("pool", "job-b")
     await turns(a, 3)  # the cycle that the kill cut off does not count, nor the first after it
     assert member(await a.group("pool"), "job-a").cycles == before.cycles + 1
+
+
+async def test_whoever_leads_next_knows_the_verdicts(world: World) -> None:
+    """Two orchestrators on one store; the one that refused a job leaves."""
+    group = GroupConfig(id="pool", admission="enforce", max_slowdown=1.1)
+    with FakeKubernetes() as api:
+        settings = {"store": f"kubernetes://here/t?api={api.url}", "groups": (group,), "leader_ttl": 2.0}
+
+        async def leading() -> None:
+            service = health_pb2.HealthCheckRequest(service="coslice.v1.Orchestrator")
+            async with grpc.aio.insecure_channel(world.app.address) as channel:
+                async for answer in health_pb2_grpc.HealthStub(channel).Watch(service):
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+
+        first = await world.start(**settings)
+        await leading()
+        await world.agent()
+        a = await world.client("job-a", profile=says(60.0, 100.0))
+        await turns(a, 1)
+        b = await world.client("job-b", profile=says(60.0, 100.0))
+        refused = await b.refused(await b.ask("pool"))
+        assert refused.code == pb.NOT_ADMITTED
+        await first.stop()
+        await world.start(**settings)
+        await leading()
+        b = await world.client("job-b")
+        assert (await b.refused(await b.ask("pool"))).message == refused.message
