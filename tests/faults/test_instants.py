@@ -63,14 +63,14 @@ def test_c11_c14_servers_struck_while_state_moves(cluster: Cluster) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(2, 5))
+@pytest.mark.parametrize("seed", range(2, 4))
 def test_c11_c14_servers_struck_at_many_instants(cluster: Cluster, seed: int) -> None:
     campaign(cluster, seed, rounds=15)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("seed", range(1, 3))
 def test_c4_c9_clients_killed_at_many_instants(cluster: Cluster, seed: int) -> None:
     """C4, C9, RB1: a job is killed at any instant between its asking and its end; the other is served."""
     draw = random.Random(seed)
