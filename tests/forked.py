@@ -11,13 +11,27 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["loaded"])
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["loaded"])
+
+
+def context() -> multiprocessing.context.ForkServerContext:
+    """Its server runs: it looks for modules on PYTHONPATH only, and says nothing if there are none."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return _CONTEXT
 
 
 class _Descriptor:
@@ -38,6 +52,7 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], pipes: 
     for number, pipe in enumerate(pipes):
         os.dup2(pipe, number)
         os.close(pipe)
+    assert "loaded" in sys.modules, "the fork server could not load what is in loaded.py"
     os.environ.clear()
     os.environ.update(environment)
     sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
@@ -57,7 +72,7 @@ class _Started:
         self.output, theirs_out = os.pipe()
         errors = (stderr or sys.__stderr__).fileno()
         pipes = [_Descriptor(number) for number in (theirs_in, theirs_out, errors)]
-        self._process = CONTEXT.Process(
+        self._process = context().Process(
             target=_run, args=(str(script), list(arguments), dict(env), pipes), daemon=True
         )
         self._process.start()

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from forked import CONTEXT
+from forked import context
 from workload import rank
 from workload.fake_agent import PATIENCE, FakeAgent
 
@@ -12,12 +12,13 @@ WORLD = 4
 
 
 def test_every_rank_parks_and_returns_and_training_equals_the_undisturbed_run(tmp_path: Path) -> None:
+    fork = context()
     with FakeAgent(tmp_path) as agent:
         pipes, processes = [], []
         for number in range(WORLD):
-            ours, theirs = CONTEXT.Pipe()
+            ours, theirs = fork.Pipe()
             arguments = (number, WORLD, str(tmp_path / "store"), agent.address, theirs)
-            processes.append(CONTEXT.Process(target=rank.main, args=arguments, daemon=True))
+            processes.append(fork.Process(target=rank.main, args=arguments, daemon=True))
             pipes.append(ours)
         for process in processes:
             process.start()
