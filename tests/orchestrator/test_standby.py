@@ -77,7 +77,7 @@ async def test_who_waits_where_the_leader_is_elected_is_served_there(world: Worl
         words = [pb.ClientMessage(hello=hello), pb.ClientMessage(goodbye=pb.Goodbye())]
         call = stub.Session(iter(words), metadata=((SILENT, "old"),))
         answers = asyncio.ensure_future(_all(call))
-        while not app._desk.waiting:  # noqa: ASYNC110  # who waits is announced to nobody
+        while not app._election.hearsay.callers:  # noqa: ASYNC110  # who waits is announced to nobody
             await asyncio.sleep(0.01)
         await app._begin_term(Tenure(), MemoryStore())
         app._election.hearsay.leader = Seat(app.address, id="new")

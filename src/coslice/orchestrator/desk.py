@@ -42,8 +42,6 @@ class Desk(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
     def __init__(self, services: tuple[str, ...], streams: tuple[Stream, ...]) -> None:
         self._prefixes = tuple(f"/{name}/" for name in services)
         self._waits = {stream.method: self._wait(stream) for stream in streams}
-        self.waiting = 0
-        """Streams that wait here now."""
         self.hearsay: Hearsay | None = None
         """Of the election that this process stands in."""
         self._handlers: list[Handlers] = []
@@ -77,15 +75,10 @@ class Desk(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
             # An answer that crosses with a caller's message is lost by grpc.aio, with what it says of the
             # leader (https://github.com/grpc/grpc/issues/36066): we hear the first one before we answer.
             said = _Said(aiter(messages))
-            self.waiting += 1
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HOLD_S):
                     await said.hear()
                     await self._known(context)
-            except TimeoutError:
-                pass
-            finally:
-                self.waiting -= 1
             found = self._in_office(stream)
             if found is None:
                 await self._refuse(messages, context)
@@ -98,7 +91,8 @@ class Desk(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the 
         """Returns once there is somewhere to send the caller to that it did not try."""
         shown = {str(name): str(value) for name, value in context.invocation_metadata() or ()}
         if self.hearsay is not None:
-            await self.hearsay.other_leader(shown.get(SILENT, ""))
+            with self.hearsay.calling():
+                await self.hearsay.other_leader(shown.get(SILENT, ""))
 
     async def _refuse(self, messages: object, context: Context) -> None:
         seat: Seat | None = self.hearsay.leader if self.hearsay is not None else None

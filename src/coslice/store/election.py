@@ -5,12 +5,16 @@ believes: that is decided where the state is, not by a clock. A store of one pro
 """
 
 import asyncio
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import msgspec
 
 from coslice.store.base import Store, StoreError
+
+HEAD_START_S = 0.5
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -56,6 +60,32 @@ class Hearsay:
     def __init__(self) -> None:
         self._leader: Seat | None = None
         self._heard = asyncio.Event()
+        self._callers = 0
+        self._called = asyncio.Event()
+
+    @property
+    def callers(self) -> int:
+        """How many wait at this candidate for a leader to be known."""
+        return self._callers
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """One of them."""
+        self._callers += 1
+        self._called.set()
+        try:
+            yield
+        finally:
+            self._callers -= 1
+            if not self._callers:
+                self._called.clear()
+
+    async def give_way(self) -> None:
+        """Before one who stood by is elected: where callers wait already they need not dial again, so a
+        candidate without any lets others go first."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEAD_START_S):
+                await self._called.wait()
 
     @property
     def leader(self) -> Seat | None:

@@ -191,6 +191,7 @@ class EtcdElection:
             self.hearsay.leader = None
             if gone:
                 await self._unseat(str(kvs[0]["lease"]))
+            await self.hearsay.give_way()
 
     def _claim(self, lease: _Lease) -> Json:
         key = encoded(self._key)

@@ -194,6 +194,8 @@ class LeaseElection:
             if last is None:
                 return None
             there = last
+            self.hearsay.leader = None
+            await self.hearsay.give_way()
         self.hearsay.leader = None
         self._asked = asyncio.get_running_loop().time()
         return await self._api.replace(LEASES, self._claim(there))
