@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SWITCH_S = 0.0001
+SERVER_S = 0.0005
+"""Of a server: its store's thread has to win the interpreter back from a busy loop after every commit, and
+everybody who waits for the commit waits for that."""
 _lock = threading.Lock()
 _inside: list[float] = []
 """Of each that is inside: what was in force before the first of them."""

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -43,6 +44,7 @@ from coslice.security.listening import LOCAL_ONLY, Security
 from coslice.security.tokens import AGENT, mint, read_keys
 from coslice.sizes import format_size, parse_size
 from coslice.store import DEFAULT_TTL, shared
+from coslice.threads import SERVER_S
 
 _OWN_TOKEN_S = 10 * 365 * 86400.0
 """The orchestrator of the same process ends with its agent: its token need not expire before."""
@@ -166,6 +168,7 @@ def run_orchestrator(
     name = _policy(policy)
     times = parse_settings(settings, OrchestratorConfig)
     sight = _Sight(http, otlp, security, service="coslice-orchestrator")
+    sys.setswitchinterval(SERVER_S)
     with _StateDir(state, "orchestrator", ephemeral=False) as folder:
         config = OrchestratorConfig(
             listen=listen,
