@@ -85,6 +85,7 @@ def until_told(process: "subprocess.Popen[str]", text: str) -> None:
 
 def test_a_node_is_drained_over_the_death_of_the_orchestrator_and_serves_again(cluster: Cluster) -> None:
     server, agent = cluster.orchestrator(), cluster.agent()
+    until_attached(cluster.address)
     a, b = (coslice.Client(cluster.address, job=job, groups="default") for job in ("job-a", "job-b"))
     a.acquire(timeout=BOUND)
     granted = threading.Event()

@@ -100,6 +100,7 @@ class Link:
         """Say hello again: what this node serves has changed."""
         if self._call is not None:
             self._renewing = True
+            self.attached.clear()  # whoever waits for it means the new hello
             self._call.cancel()
 
     async def run(self) -> None:

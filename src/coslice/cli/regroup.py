@@ -72,6 +72,8 @@ class GroupsFile:
         devices = self._devices(tuple(stay.values()))
         await self._agent.regroup([before.get(device.group, device) for device in devices])
         self._known = stay
+        if self._orchestrator is not None:
+            await self._agent.wait_ready()  # who is told that a group is new may acquire it
         return done
 
     async def _in_use(self, name: str) -> str:
