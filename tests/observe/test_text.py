@@ -9,7 +9,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from coslice.observe.exposition import text
+from coslice.observe.exposition import LINES, pieces
 
 
 def test_it_is_what_the_library_writes() -> None:
@@ -22,5 +22,6 @@ def test_it_is_what_the_library_writes() -> None:
     odd.labels("large", "").set(123456789.5)
     Counter("turns", "Counted.", ("group",), registry=registry).labels("g").inc(3)
     took = Histogram("took_seconds", "Timed.", ("group",), registry=registry, buckets=(0.001, 1.0))
-    took.labels("g").observe(0.5)
-    assert text(registry.collect()) == generate_latest(registry)
+    for number in range(LINES):
+        took.labels(f"g{number}").observe(0.5)
+    assert "".join(pieces(registry.collect())).encode() == generate_latest(registry)

@@ -5,7 +5,6 @@ An app adds what it has when it is made; one board may carry several apps (``cos
 
 import asyncio
 import importlib.metadata
-import time
 from collections.abc import Callable
 from itertools import chain
 
@@ -13,18 +12,11 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.routing import BaseRoute
 
-from coslice.observe.exposition import text
+from coslice.observe.exposition import pieces
 from coslice.observe.lag import Lag
 from coslice.observe.metric import Metric, Readings, Source
-from coslice.threads import computing
 
-REST_S = 0.004
 INFO = Metric("coslice_info", "gauge", "Always 1; the version that runs here.", ("version",))
-
-
-def _rest() -> None:
-    """Nobody waits for a scrape as a job waits for its grant."""
-    time.sleep(REST_S)
 
 
 class Board:
@@ -49,13 +41,14 @@ class Board:
         self._readings.sources.append(source)
 
     async def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format. Only taking hold of states happens on the event loop."""
+        """All metrics in Prometheus' text format, as the states are now. In the loop's own thread, a piece
+        between any two turns of the loop: one of its own would take the interpreter from each of them."""
         self._readings.take()
-        return await asyncio.to_thread(self._render)
-
-    def _render(self) -> bytes:
-        with computing():
-            return text(chain(self._readings.collect(), self.registry.collect()), rest=_rest)
+        found: list[str] = []
+        for piece in pieces(chain(self._readings.gather(), self.registry.collect())):
+            found.append(piece)
+            await asyncio.sleep(0)
+        return "".join(found).encode()
 
     def waiting_for(self) -> dict[str, str]:
         """The parts that are not ready, each with why."""
