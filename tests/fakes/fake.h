@@ -135,8 +135,16 @@ static inline uint64_t start_time(int pid) {
   return state == 'Z' || state == 'X' ? 0 : start;
 }
 
+/* A process that is killed while it waits here may take another's wake-up with it: nobody sleeps for long. */
 static inline void lock_node(void) {
-  if (pthread_mutex_lock(&node->mutex) == EOWNERDEAD) pthread_mutex_consistent(&node->mutex);
+  for (int result = ETIMEDOUT; result == ETIMEDOUT;) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += 20 * 1000 * 1000;
+    if (until.tv_nsec >= 1000 * 1000 * 1000) until.tv_sec++, until.tv_nsec -= 1000 * 1000 * 1000;
+    result = pthread_mutex_timedlock(&node->mutex, &until);
+    if (result == EOWNERDEAD) pthread_mutex_consistent(&node->mutex);
+  }
 }
 
 static inline void unlock_node(void) { pthread_mutex_unlock(&node->mutex); }
