@@ -136,16 +136,24 @@ def test_a_foreign_scenario_is_refused(tmp_path: Path) -> None:
 
 def test_the_bench_says_how_fast_and_with_how_many_processes(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    arguments = ["--nodes", "2", "--jobs", "8", "--json", str(out)]
+    arguments = ["--nodes", "2", "--jobs", "8", "--processes", "2", "--json", str(out)]
     result = CliRunner().invoke(app, ["bench", "sim", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
     told = json.loads(out.read_text())
-    assert told["processes"] == min(2, len(os.sched_getaffinity(0))), "one for each core, and each has a part"
+    assert told["processes"] == 2
     assert told["jobs"] == 8
     assert told["steps_per_s"] > 0
     assert told["core_steps"] > 500
     assert 0 < told["node_steps"] < told["core_steps"]
     assert told["cpu_s"] * told["steps_per_cpu_s"] == pytest.approx(told["core_steps"])
+
+
+def test_the_bench_takes_a_process_for_each_core_and_no_more_than_have_a_part(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ["--nodes", "2", "--jobs", "8", "--json", str(out)]
+    result = CliRunner().invoke(app, ["bench", "sim", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert json.loads(out.read_text())["processes"] == min(2, len(os.sched_getaffinity(0)))
 
 
 def test_what_admission_would_do_about_a_drift(tmp_path: Path) -> None:

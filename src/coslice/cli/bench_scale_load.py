@@ -17,6 +17,7 @@ import os
 import secrets
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def options() -> list[tuple[str, int]]:
     ]
 
 
-class Stream:
+class Stream(ABC):
     """A bidirectional stream: what is put goes out, what comes is handed to ``hear``."""
 
     def __init__(self, address: str, broken: asyncio.Future[None]) -> None:
@@ -58,8 +59,8 @@ class Stream:
         self._out: asyncio.Queue[Any] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
 
-    async def hear(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def hear(self) -> None: ...
 
     def open(self, hello: Any) -> None:
         self.put(hello)

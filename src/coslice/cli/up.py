@@ -38,13 +38,13 @@ from coslice.observe.tracing import Exporting
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
 from coslice.runtime.heap import Heap
+from coslice.runtime.threads import SERVER_S
 from coslice.security.credentials import Credentials, credentials_from
 from coslice.security.files import private_directory, write_secret
 from coslice.security.listening import LOCAL_ONLY, Security
 from coslice.security.tokens import AGENT, mint, read_keys
 from coslice.sizes import format_size, parse_size
 from coslice.store import DEFAULT_TTL, shared
-from coslice.threads import SERVER_S
 
 _OWN_TOKEN_S = 10 * 365 * 86400.0
 """The orchestrator of the same process ends with its agent: its token need not expire before."""

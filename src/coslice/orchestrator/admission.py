@@ -26,7 +26,7 @@ from coslice.orchestrator.groups import GroupLock
 from coslice.orchestrator.sessions import GivenUp, Session
 from coslice.profile.model import Pool, Profile
 from coslice.runtime.clock import Clock
-from coslice.threads import computing
+from coslice.runtime.threads import computing
 from coslice.wire.v1 import coslice_pb2 as pb
 
 log = logging.getLogger(__name__)
