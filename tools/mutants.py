@@ -22,7 +22,7 @@ SEEDS = 150
 
 CHAOS = f"""
 import json, sys
-from coslice.sim.chaos import run_seed
+from coslice.proof.chaos import run_seed
 for seed in range({SEEDS}):
     outcome = run_seed(seed)
     if outcome.violation:
@@ -31,8 +31,8 @@ for seed in range({SEEDS}):
 EXPLORE = """
 import json, sys
 world = dict(nodes=2, jobs=2, acquires=2, **WORLD)
-from coslice.sim.alphabet import Budget, Explored
-from coslice.sim.explore import Explorer
+from coslice.proof.explored import Budget, Explored
+from coslice.proof.explore import Explorer
 class Found(Exception):
     pass
 def look(figures, waiting):

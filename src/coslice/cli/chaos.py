@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from coslice.sim.chaos import EVENTS, Outcome, run_seed
+from coslice.proof.chaos import EVENTS, Outcome, run_seed
 
 console = Console(highlight=False)
 SHOWN = 3

@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from coslice.sim.alphabet import KINDS, LETTERS, Budget, Explored
-from coslice.sim.explore import Explorer, Figures
+from coslice.proof.alphabet import LETTERS
+from coslice.proof.explore import Explorer, Figures
+from coslice.proof.explored import KINDS, Budget, Explored
 
 PAIRS = ("crashes", "failures")
 """What may strike together in one run, if two troubles may."""

@@ -19,12 +19,13 @@ from coslice.core.group_state import active, drain_of, occupant, open_asks
 from coslice.core.holdings import Context, Leaving, Live, Lost, Operation, Partly, Returning, Saved
 from coslice.core.ids import Epoch, JobId, NodeId
 from coslice.core.policy import Waiter
-from coslice.sim import wire
-from coslice.sim.client import Client
-from coslice.sim.device import CLIENTS
-from coslice.sim.joint import World
-from coslice.sim.node import Node, Served
-from coslice.sim.shell import Person
+from coslice.proof import wire
+from coslice.proof.client import Client
+from coslice.proof.device import CLIENTS
+from coslice.proof.joint import World
+from coslice.proof.node import Node
+from coslice.proof.served import Served
+from coslice.proof.shell import Person
 
 Key = bytes
 Part = tuple[Any, ...]

@@ -5,10 +5,10 @@ Called by ``coslice chaos`` and the tests. A seed's outcome depends on the seed 
 
 from msgspec import Struct
 
-from coslice.sim.calm import Calm
-from coslice.sim.device import Violation
-from coslice.sim.storm import Storm
-from coslice.sim.story import Story
+from coslice.proof.calm import Calm
+from coslice.proof.device import Violation
+from coslice.proof.storm import Storm
+from coslice.proof.story import Story
 
 EVENTS = 300
 """What the machines hear in a storm at least."""

@@ -1,4 +1,4 @@
-"""One imagined node: real holdings for each of its groups, and the processes and moves around them.
+"""One group on one imagined node: its real holdings, and the processes and moves around them.
 
 It does what the agent's shell does (registrations, moves, kills, reports, coming back from the store), and
 checks after every step that what the machine says is true of the device. It does not know the orchestrator:
@@ -15,12 +15,12 @@ from coslice.core import events as ev
 from coslice.core.context import Holdings, NodeRules, facts, find, next_deadline, restarted, resume, step
 from coslice.core.events import ContextState
 from coslice.core.holdings import Live, Lost, fits_beside, need_of, occupies, others, taken
-from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, MemberId, NodeId
+from coslice.core.ids import GroupId, Incarnation, JobId, MemberId, NodeId
 from coslice.core.invariants_node import violations_of_step
 from coslice.core.outcome import Rejected, Step
-from coslice.sim.device import MIB, Device, Process, Violation
-from coslice.sim.story import Story
-from coslice.sim.wire import Command, Forget, Hello, Said, Stream
+from coslice.proof.device import MIB, Device, Process, Violation
+from coslice.proof.story import Story
+from coslice.proof.wire import Said
 
 Move = fx.RunSnapshot | fx.RunRestore
 NodeStep = Step[Holdings, fx.NodeEffect]
@@ -427,76 +427,3 @@ class Served:
             reported = state is ContextState.LOST or (state is None and said is ContextState.LOST)
             if not reported:
                 raise Violation(f"6: the state of {process.member} on {self.name} is nowhere, not even lost")
-
-
-class Node:
-    """An agent: its groups, its stream, and whether it runs."""
-
-    __slots__ = ("alive", "born", "fuse", "hung", "name", "served", "stream")
-
-    def __init__(self, name: NodeId, served: dict[GroupId, Served]) -> None:
-        self.name, self.served, self.stream = name, served, Stream()
-        self.alive, self.hung = True, False
-        self.born = 0.0
-        """When its clock began."""
-        self.fuse = -1
-        """It dies when it has carried out so many effects of the next event; -1: not soon."""
-
-    def copy(self) -> "Node":
-        new = Node(self.name, {group: served.copy() for group, served in self.served.items()})
-        new.stream, new.alive, new.hung = self.stream.copy(), self.alive, self.hung
-        new.born, new.fuse = self.born, self.fuse
-        return new
-
-    def dial(self) -> None:
-        offers = tuple((s.group, Epoch(s.holdings.epoch), s.facts()) for s in self.served.values())
-        self.stream.open(Hello(offers))
-
-    def publish(self) -> None:
-        """What the groups want to say goes to the stream, if there is one."""
-        for served in self.served.values():
-            if served.out:
-                for said in served.out:
-                    self.stream.send(said)
-                served.out.clear()
-
-    def take(self, told: Command) -> None:
-        if isinstance(told, Forget):
-            served = self.served[told.group]
-            served.hear(ev.JobForgotten(at=served.at, job=told.job))
-            return
-        served, command = self.served[told.group], told.command
-        event = ev.MakeResidentCommanded(
-            at=served.at,
-            op=command.op,
-            epoch=command.epoch,
-            job=command.job,
-            need=command.need,
-            freeze=command.freeze,
-        )
-        if not served.hear(event):
-            self._refuse(served, command)
-
-    def _refuse(self, served: Served, command: fx.MakeResident) -> None:
-        """A command that the machine refuses is answered too, as the agent does: nobody shall wait for it."""
-        failed = ev.OpFailed(
-            at=0.0,
-            op=command.op,
-            node=self.name,
-            culprit=command.job,
-            reason="refused: overtaken",
-            facts=served.facts(),
-        )
-        served.out.append(Said(served.group, failed))
-
-    def crash(self) -> None:
-        self.alive, self.hung, self.fuse = False, False, -1
-        self.stream.cut()
-        for served in self.served.values():
-            served.crash()
-
-    def start(self, now: float) -> None:
-        self.alive, self.born = True, now
-        for served in self.served.values():
-            served.at = 0.0
-            served.restart()

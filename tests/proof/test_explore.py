@@ -6,8 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from coslice.core.group_state import Held
-from coslice.sim.alphabet import GROUP, KINDS, LETTERS, Budget, Explored, Move, moves
-from coslice.sim.explore import Explorer, Figures
+from coslice.proof.alphabet import LETTERS, follow
+from coslice.proof.explore import Explorer, Figures
+from coslice.proof.explored import GROUP, KINDS, Budget, Explored, Move
+from coslice.proof.moves import moves
 
 
 def explored(*, nodes: int, jobs: int, troubles: int, acquires: int = 2) -> Figures:
@@ -44,7 +46,7 @@ def walk(state: Explored, *letters: str) -> Explored:
     """Take the first move of each letter."""
     for letter in letters:
         move = next(m for m in moves(state) if m.name == letter or m.letter == letter)
-        state = state.after(move)
+        state = follow(state, move)
     return state
 
 
@@ -68,7 +70,7 @@ def test_names_do_not_matter_for_what_comes_next() -> None:
     found = []
     for one, other in permutations(("j0", "j1", "j2"), 2):
         state = walk(begin(), f"acquire {one}", f"client hears {one}", f"acquire {other}", f"yield {one}")
-        found.append(sorted(state.after(move).key() for move in moves(state)))
+        found.append(sorted(follow(state, move).key() for move in moves(state)))
     assert all(keys == found[0] for keys in found)
 
 
@@ -88,7 +90,7 @@ def test_taking_names_for_equal_loses_no_state(
     while todo:
         state = todo.pop()
         for move in moves(state):
-            after = state.after(move)
+            after = follow(state, move)
             name = after.key(merge=False)
             if name not in seen:
                 seen.add(name)
@@ -152,5 +154,5 @@ def test_a_lock_that_never_grants_again_is_seen_as_stuck() -> None:
 def test_trouble_is_paid_for() -> None:
     state = walk(begin(together=1), "acquire j0")
     assert any(move.trouble for move in moves(state))
-    state = state.after(Move("cancel", "j0", trouble="cancels"))
+    state = follow(state, Move("cancel", "j0", trouble="cancels"))
     assert not any(move.trouble for move in moves(state))

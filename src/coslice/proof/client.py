@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from coslice.core.effects import RefuseCode
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
-from coslice.sim import wire
-from coslice.sim.wire import Stream
+from coslice.proof import wire
+from coslice.proof.wire import Stream
 
 ABANDONS_KEPT = 64
 

@@ -15,13 +15,14 @@ from coslice.core.group import GroupRules, Held, new_group
 from coslice.core.group_state import drain_of
 from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, RequestId, SessionId
 from coslice.core.policy import policy_named
-from coslice.sim import wire
-from coslice.sim.client import Client
-from coslice.sim.device import CLIENTS, Process, Violation
-from coslice.sim.node import Node, Served
-from coslice.sim.shell import EPSILON, Shell, lease_of
-from coslice.sim.story import Story
-from coslice.sim.wire import Stream
+from coslice.proof import wire
+from coslice.proof.client import Client
+from coslice.proof.device import CLIENTS, Process, Violation
+from coslice.proof.node import Node
+from coslice.proof.served import Served
+from coslice.proof.shell import EPSILON, Shell, lease_of
+from coslice.proof.story import Story
+from coslice.proof.wire import Stream
 
 
 class Setup(Struct, frozen=True, kw_only=True):

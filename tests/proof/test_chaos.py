@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from coslice.sim.chaos import EVENTS, run_seed
+from coslice.proof.chaos import EVENTS, run_seed
 
 SEEDS = range(60)
 

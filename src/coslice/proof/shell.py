@@ -21,10 +21,10 @@ from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, Request
 from coslice.core.invariants import InvariantBroken, check_group_step
 from coslice.core.outcome import Rejected
 from coslice.core.policy import Policy
-from coslice.sim import wire
-from coslice.sim.client import Client
-from coslice.sim.device import Violation
-from coslice.sim.story import Story
+from coslice.proof import wire
+from coslice.proof.client import Client
+from coslice.proof.device import Violation
+from coslice.proof.story import Story
 
 EPSILON = 1e-6
 """Clocks that began at different moments round differently."""

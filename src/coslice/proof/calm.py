@@ -8,10 +8,11 @@ from coslice.core import events as ev
 from coslice.core.effects import RefuseCode
 from coslice.core.group import Group, Held, Swapping
 from coslice.core.ids import JobId, SessionId
-from coslice.sim.client import Client
-from coslice.sim.device import Violation
-from coslice.sim.joint import World
-from coslice.sim.node import Node, Served
+from coslice.proof.client import Client
+from coslice.proof.device import Violation
+from coslice.proof.joint import World
+from coslice.proof.node import Node
+from coslice.proof.served import Served
 
 STEPS = 6000
 """More than any world needs; a guard against going round in circles."""

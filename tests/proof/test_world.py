@@ -6,10 +6,10 @@ from coslice.core import events as ev
 from coslice.core.context import NodeRules
 from coslice.core.group import GroupRules
 from coslice.core.ids import GroupId, Incarnation, JobId, NodeId
-from coslice.sim import wire
-from coslice.sim.device import MIB, Device, Violation
-from coslice.sim.joint import Setup, World
-from coslice.sim.story import Story
+from coslice.proof import wire
+from coslice.proof.device import MIB, Device, Violation
+from coslice.proof.joint import Setup, World
+from coslice.proof.story import Story
 
 G, N = GroupId("g"), NodeId("n0")
 A, B = JobId("a"), JobId("b")

@@ -22,9 +22,11 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from coslice.sim.alphabet import Explored, Move, moves
-from coslice.sim.canon import Key
-from coslice.sim.device import Violation
+from coslice.proof.alphabet import follow
+from coslice.proof.canon import Key
+from coslice.proof.device import Violation
+from coslice.proof.explored import Explored, Move
+from coslice.proof.moves import moves
 
 
 class Figures(Struct, kw_only=True):
@@ -109,7 +111,7 @@ class Explorer:
         figures.letters[move.letter] = figures.letters.get(move.letter, 0) + 1
         figures.edges += 1
         try:
-            after = state.after(move)
+            after = follow(state, move)
         except Violation as broken:
             self._broken(number, move, str(broken))
             return
