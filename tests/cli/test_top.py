@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
 import pytest
+from orchestrator.test_roster import ME, Known
 from orchestrator.world import World
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
@@ -16,6 +17,9 @@ from coslice.cli.top_app import TopApp
 from coslice.cli.top_track import FREE, HELD, SWAP, UNKNOWN, Track
 from coslice.errors import ConfigError, OrchestratorUnreachable
 from coslice.orchestrator.config import GroupConfig
+from coslice.orchestrator.roster import Roster
+from coslice.runtime.clock import LoopClock
+from coslice.store import Seat, Tenure
 from coslice.wire.v1 import coslice_pb2 as pb
 
 BOUND = 30.0
@@ -108,6 +112,37 @@ async def test_trouble_and_a_lost_orchestrator_are_on_the_screen(world: World) -
         await world.app.stop()
         await until(pilot, lambda: "no orchestrator answers" in str(app.query_one("#head", Static).render()))
         assert "pool" in app.rows  # what was known stays
+
+
+async def test_a_drained_node_and_who_leads_are_on_the_screen(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await start(world)
+    client = await world.client("job-a")
+    service = world.app._service
+    assert service is not None
+    service._roster = Roster(Known(ME, Seat("a:1", id="a")), ME, Tenure(3), LoopClock())
+    await client.stub.Drain(pb.DrainRequest(node="n0", by="ada"))
+    app = TopApp(Wire(world.app.address))
+    async with app.run_test(size=(140, 40)) as pilot:
+        groups = app.query_one("#groups", DataTable)
+        await until(pilot, lambda: groups.row_count == 2)
+        head = str(app.query_one("#head", Static).render())
+        assert "me:1 leads (term 3); standing by: a:1" in head
+        assert "1 node drained" in head
+        assert "⊘" in str(groups.get_cell("pool", "group"))
+        await until(pilot, lambda: "node n0: drained by ada" in str(app.query_one("#about", Static).render()))
+        await client.stub.Drain(pb.DrainRequest(node="n0", undo=True))
+        await until(pilot, lambda: "drained" not in str(app.query_one("#head", Static).render()))
+        await client.stub.Drain(pb.DrainRequest(node="n0", by="ada"))
+    await asyncio.to_thread(top, "", address=world.app.address, once=True, as_json=False)
+    told = capsys.readouterr().out
+    assert "orchestrator me:1 leads" in told
+    assert told.count("node n0: drained by ada") == 1
+    await asyncio.to_thread(top, "", address=world.app.address, once=True, as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert [one["address"] for one in said["orchestrators"]] == ["me:1", "a:1"]
+    assert said["groups"][0]["nodes"][0]["out"] == "drained"
 
 
 async def test_once_and_json_are_for_scripts(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ async def main() -> None:
     parser.add_argument("--jobs", type=int, default=60)
     parser.add_argument("--hold", type=float, default=1.0)
     parser.add_argument("--swap", type=float, default=0.15)
-    parser.add_argument("--trouble", action="store_true", help="one job cannot be restored, another vanishes")
+    parser.add_argument("--trouble", action="store_true", help="of jobs, and a drained node")
     parser.add_argument("--token-secret", help="ask viewers for a token")
     said = parser.parse_args()
     groups = [f"group-{n:03}" for n in range(said.groups)]
@@ -74,12 +74,14 @@ async def main() -> None:
             await client.connect()
             mine = [group for k, group in enumerate(groups) if (k + n) % 4 == 0]
             turns.append(asyncio.create_task(take_turns(client, mine, said.hold, random.Random(n))))
-        print(http.url, app.address, flush=True)
         if said.trouble:
             vanishing = RawClient(app.address, "job-vanished")
             stack.push_async_callback(vanishing.close)
             await (await vanishing.connect()).acquire(groups[0])
             vanishing.kill()
+            await stack.enter_async_context(FakeAgent(app.address, node="spare", groups=groups[-1:]))
+            await vanishing.stub.Drain(pb.DrainRequest(node="spare", by="ada", reason="new fan"))
+        print(http.url, app.address, flush=True)
         until = loop.run_in_executor(None, sys.stdin.read)
         await asyncio.wait([until])
         for turn in turns:

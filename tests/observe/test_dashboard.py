@@ -11,6 +11,7 @@ import httpx
 from agent.conftest import MIB
 from observe.conftest import GROUP, Machine
 from orchestrator.raw_client import RawClient
+from orchestrator.test_roster import ME, Known
 
 from coslice.cli.security import make_token
 from coslice.observe.board import Board
@@ -18,8 +19,11 @@ from coslice.observe.http import HttpServer
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
 from coslice.orchestrator.live import SLICE, Live
+from coslice.orchestrator.roster import FRESH_S, Roster
+from coslice.runtime.clock import LoopClock
 from coslice.security import tokens
 from coslice.security.listening import Security
+from coslice.store import Seat, Tenure
 from coslice.testing.fake_agent import FakeAgent
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -34,6 +38,7 @@ class Viewer:
         self.groups: dict[str, dict[str, Any]] = {}
         self.seq = -1
         self.orchestrator = ""
+        self.seats: list[tuple[str, bool, int]] = []
         self.snapshots = 0
 
     async def read(self) -> str:
@@ -55,6 +60,7 @@ class Viewer:
         else:
             assert message["seq"] == self.seq + 1
         self.seq, self.orchestrator = message["seq"], message["orchestrator"]
+        self.seats = [(one["address"], one["leads"], one["term"]) for one in message["seats"]]
         for told in message["groups"]:
             group = self.groups.setdefault(told["row"]["group"], {"past": [], "queue": [], "log": []})
             group["row"], group["open"] = told["row"], told["open"]
@@ -225,6 +231,41 @@ async def test_faults_and_lost_connections_are_in_the_rows(machine: Machine) -> 
         seen = viewer.groups[GROUP]
         await viewer.until(lambda: any("connection lost" in said for said in seen["row"]["trouble"]))
         assert any(one["code"] == "session_lost" for one in seen["log"])
+
+
+async def test_who_leads_and_who_stands_by_is_told_as_it_changes(machine: Machine) -> None:
+    await machine.start(budget=12 * MIB)
+    live = live_of(machine)
+    assert live.source is not None
+    known = Known(ME, Seat("b:1", id="b"), Seat("a:1", id="a"))
+    live.source._roster = Roster(known, ME, Tenure(3), LoopClock())
+    async with viewing(machine.http.url) as viewer:
+        await viewer.until(lambda: viewer.seats == [("me:1", True, 3), ("a:1", False, 0), ("b:1", False, 0)])
+        known.seats.pop()  # one dies
+        live.source._roster._asked -= FRESH_S
+        await live._look_who_leads()
+        await viewer.until(lambda: viewer.seats == [("me:1", True, 3), ("b:1", False, 0)])
+        live._leader = lambda: "b:1"
+        live.lead(None)
+        await viewer.until(lambda: viewer.orchestrator == "")
+        assert viewer.seats == [("b:1", True, 0)]
+
+
+async def test_a_drained_node_is_in_the_rows_and_is_no_trouble(machine: Machine) -> None:
+    await machine.start(budget=12 * MIB)
+    client = await machine.client("job-a")
+    lease = await client.acquire(GROUP)
+    async with viewing(machine.http.url) as viewer:
+        await viewer.read()
+        seen = viewer.groups[GROUP]
+        await client.stub.Drain(pb.DrainRequest(node="node-0", by="ada", reason="fan"))
+        await viewer.until(lambda: seen["row"]["nodes"][0]["out"] == "draining")
+        assert seen["row"]["nodes"][0]["drained"] == "drained by ada (fan); job-a finishes its turn"
+        await client.yielded(lease)
+        await viewer.until(lambda: seen["row"]["nodes"][0]["out"] == "drained")
+        assert seen["row"]["trouble"] == []
+        await client.stub.Drain(pb.DrainRequest(node="node-0", undo=True))
+        await viewer.until(lambda: seen["row"]["nodes"][0]["out"] == "")
 
 
 async def test_streams_end_when_the_orchestrator_stops(machine: Machine) -> None:

@@ -148,6 +148,28 @@ def test_trouble_is_visible_and_can_be_sorted_to_the_top(browser: Any, run: Run)
     press(browser, "\ue00c")
 
 
+def test_drained_nodes_are_counted_marked_and_found(browser: Any, run: Run) -> None:
+    figure = "return [...document.querySelectorAll('#figures div')].map(d => d.textContent)"
+    until(lambda: "nodes drained1" in run(figure))
+    run("document.getElementById('groups').focus()")
+    press(browser, "/", "drained")
+    until(lambda: run("return page.order") == [f"group-{GROUPS - 1}"])
+    until(lambda: run("return document.querySelector('.row .out').textContent") == "spare drained")
+    assert "drained by ada (new fan)" in run("return document.querySelector('#groups .row').title")
+    press(browser, "\ue00c")
+
+
+def test_who_leads_and_who_stands_by(run: Run) -> None:
+    """What the page says of a roster that is made here."""
+    said = run(
+        "feed.seats = [{ address: 'a:1', leads: true, since: feed.now(clock()), term: 4 },"
+        " { address: 'b:1', leads: false, since: 0, term: 0 }]; figures();"
+        "return document.getElementById('seats').textContent"
+    )
+    assert said == "a:1 leads for 0.0 s (term 4); standing by: b:1"
+    until(lambda: run("figures(); return document.getElementById('seats').textContent") == "")
+
+
 def test_light_and_dark(browser: Any, run: Run) -> None:
     def brightness(scheme: str) -> int:
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}

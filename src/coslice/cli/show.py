@@ -14,7 +14,7 @@ from rich.text import Text
 
 from coslice.cli.rpc import TIMEOUT, group_status, orchestrator
 from coslice.errors import ConfigError
-from coslice.observe.rows import NodeRow, row
+from coslice.observe.rows import NodeRow, leadership, row
 from coslice.sizes import format_size
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -61,22 +61,11 @@ def _as_dict(message: pb.GetStatusResponse) -> object:
 
 
 def _page(state: pb.GetStatusResponse) -> Group:
-    head = [Text(_orchestrators(state)), Text()] if state.orchestrators else []
+    told = leadership(state.orchestrators)
+    head = [Text(f"orchestrator {told}"), Text()] if told else []
     if not state.groups:
         return Group(*head, Text("no groups yet: an agent brings them (`coslice up` or `coslice agent`)"))
     return Group(*head, *(part for group in state.groups for part in (_group(group, state.now), Text())))
-
-
-def _orchestrators(state: pb.GetStatusResponse) -> str:
-    """Of several on one store."""
-    said = []
-    for one in state.orchestrators:
-        if one.leads:
-            left = f"lease {one.lease_left_s:.1f} s left"
-            said.append(f"{one.address} leads for {one.since_s:.0f} s (term {one.term}, {left})")
-    others = [one.address for one in state.orchestrators if not one.leads]
-    said.append(f"standing by: {', '.join(others) or 'nobody'}")
-    return f"orchestrator {'; '.join(said)}"
 
 
 def _group(group: pb.GroupStatus, now: float) -> Table:

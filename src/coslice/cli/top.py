@@ -12,7 +12,7 @@ from rich.table import Table
 
 from coslice.cli.rpc import TIMEOUT, group_status, orchestrator
 from coslice.errors import ConfigError, CosliceError
-from coslice.observe.rows import GroupRow, row
+from coslice.observe.rows import GroupRow, leadership, row, seats
 from coslice.wire.v1 import coslice_pb2 as pb
 
 console = Console(highlight=False)
@@ -86,9 +86,12 @@ def _stream(wire: Wire) -> None:
 def _print(state: pb.GetStatusResponse, as_json: bool) -> None:
     rows = [row(group) for group in state.groups]
     if as_json:
-        said = {"orchestrator": state.orchestrator, "now": state.now, "groups": rows}
+        known = seats(state.orchestrators, state.now)
+        said = {"orchestrator": state.orchestrator, "now": state.now, "orchestrators": known, "groups": rows}
         print(msgspec.json.encode(said).decode(), flush=True)
         return
+    if told := leadership(state.orchestrators):
+        console.print(f"orchestrator {told}", markup=False)
     if not rows:
         console.print("no groups yet: an agent brings them (`coslice up` or `coslice agent`)")
         return
@@ -99,6 +102,9 @@ def _print(state: pb.GetStatusResponse, as_json: bool) -> None:
         trouble = escape("; ".join(one.trouble))
         table.add_row(escape(one.group), *map(escape, cells(one, state.now, 0.0)), f"[red]{trouble}[/red]")
     console.print(table)
+    out = {(node.node, node.drained) for one in rows for node in one.nodes if node.out}
+    for name, how in sorted(out):
+        console.print(f"node {name}: {how}", style="yellow", markup=False)
 
 
 def cells(one: GroupRow, now: float, later: float) -> tuple[str, str, str, str]:

@@ -13,7 +13,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 from coslice.cli.top import Wire, cells
 from coslice.cli.top_track import Track
 from coslice.errors import CosliceError
-from coslice.observe.rows import GroupRow, JobRow, row
+from coslice.observe.rows import GroupRow, JobRow, leadership, row
 from coslice.sizes import format_size
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -30,10 +30,10 @@ class TopApp(App[None]):
     TITLE = "coslice top"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
-    #head { height: 1; padding: 0 1; background: $panel; }
+    #head { height: auto; max-height: 2; padding: 0 1; background: $panel; }
     #filter { height: 3; display: none; }
     #groups { height: 3fr; }
-    #about { height: auto; max-height: 6; padding: 0 1; background: $panel; }
+    #about { height: auto; max-height: 7; padding: 0 1; background: $panel; }
     #below { height: 2fr; }
     #jobs { width: 3fr; }
     #story { width: 2fr; padding: 0 1; border-left: solid $panel; }
@@ -66,7 +66,7 @@ class TopApp(App[None]):
 
     def compose(self) -> ComposeResult:
         yield Static(id="head")
-        yield Input(placeholder="filter groups and jobs", id="filter")
+        yield Input(placeholder="filter groups, jobs, nodes, or drained", id="filter")
         yield DataTable[Text](id="groups", cursor_type="row", zebra_stripes=True)
         yield Static(id="about")
         with Horizontal(id="below"):
@@ -114,7 +114,8 @@ class TopApp(App[None]):
 
     def take(self, state: pb.GetStatusResponse) -> None:
         """The newest status."""
-        self._link, self._told, self._at = f"orchestrator {state.orchestrator}", state.now, time.monotonic()
+        self._link = f"orchestrator {leadership(state.orchestrators, times=False) or state.orchestrator}"
+        self._told, self._at = state.now, time.monotonic()
         for group in state.groups:
             self._tracks.setdefault(group.group, Track()).add(group, state.now)
         for name in self._tracks.keys() - {group.group for group in state.groups}:
@@ -131,8 +132,10 @@ class TopApp(App[None]):
         held = sum(one.state == "held" for one in rows.values())
         waiting = sum(len(one.waiting) for one in rows.values())
         head = Text(f"coslice top   {self._link}   {len(rows)} groups, {held} held, {waiting} jobs wait   ")
-        head.append(f"{trouble} in trouble" if trouble else "", "bold red")
-        head.append(f"   by {self._order}", "dim")
+        head.append(f"{trouble} in trouble   " if trouble else "", "bold red")
+        out = {node.node for one in rows.values() for node in one.nodes if node.out}
+        head.append(f"{len(out)} node{'s' * (len(out) > 1)} drained   " if out else "", "yellow")
+        head.append(f"by {self._order}", "dim")
         self.query_one("#head", Static).update(head)
         self._draw_groups()
         self._draw_chosen()
@@ -163,7 +166,12 @@ class TopApp(App[None]):
 
     def _matches(self, one: GroupRow) -> bool:
         return not self._wanted or any(
-            self._wanted in name for name in (one.group, *(j.job for j in one.jobs))
+            self._wanted in name
+            for name in (
+                one.group,
+                *(job.job for job in one.jobs),
+                *(word for node in one.nodes for word in (node.node, node.out)),
+            )
         )
 
     def _group_cells(self, name: str) -> list[Text]:
@@ -177,6 +185,7 @@ class TopApp(App[None]):
         label = Text(name, "bold")
         if one.trouble:
             label.append(" ●", "bold red")
+        label.append(" ⊘" if any(node.out for node in one.nodes) else "", "yellow")
         duty = Text(f"{100 * track.duty(now, SPAN_S):.0f} %", justify="right")
         return [
             label,
@@ -200,7 +209,12 @@ class TopApp(App[None]):
             return
         facts = f"{one.group}: epoch {one.epoch}, policy {one.policy}, {one.swaps} swaps, "
         facts += f"{format_size(one.moved)} moved"
-        said = Text("\n").join([Text(facts, "bold"), *(Text(line, "red") for line in one.trouble[:4])])
+        out = [f"node {node.node}: {node.drained}" for node in one.nodes if node.out]
+        lines = [
+            *(Text(line, "yellow") for line in out[:2]),
+            *(Text(line, "red") for line in one.trouble[:4]),
+        ]
+        said = Text("\n").join([Text(facts, "bold"), *lines])
         self.query_one("#about", Static).update(said)
         jobs = [job.job for job in one.jobs]
         if jobs != self._jobs_shown:

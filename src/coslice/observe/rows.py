@@ -3,6 +3,8 @@
 ``coslice status``, ``coslice top`` and the dashboard show these rows; how they look is theirs. Pure.
 """
 
+from collections.abc import Iterable, Sequence
+
 from msgspec import Struct
 
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -44,8 +46,21 @@ class NodeRow(Struct, kw_only=True):
     disk_budget: int
     short: bool
     """Host memory is nearly full of saved state."""
+    out: str
+    """``draining`` while somebody is still there, then ``drained``; empty: it serves."""
     drained: str
     """By whom, why, and who is still there; empty: it serves."""
+
+
+class SeatRow(Struct, kw_only=True):
+    """One of several orchestrators on one store."""
+
+    address: str
+    leads: bool
+    since: float = 0.0
+    """When it was elected, by the leader's clock."""
+    term: int = 0
+    """0: not known here."""
 
 
 class GroupRow(Struct, kw_only=True):
@@ -69,6 +84,28 @@ class GroupRow(Struct, kw_only=True):
     nodes: list[NodeRow]
     trouble: list[str]
     """What somebody should look at, in prose."""
+
+
+def seats(known: Iterable[pb.OrchestratorStatus], now: float) -> list[SeatRow]:
+    return [
+        SeatRow(address=one.address, leads=one.leads, since=now - one.since_s, term=one.term) for one in known
+    ]
+
+
+def leadership(known: Sequence[pb.OrchestratorStatus], *, times: bool = True) -> str:
+    """Who leads and who stands by; empty where there can be only one. ``times``: of a picture that is looked
+    at when it is made."""
+    if not known:
+        return ""
+    said = []
+    for one in known:
+        if one.leads:
+            since = f" for {one.since_s:.0f} s" if times else ""
+            left = f", lease {one.lease_left_s:.1f} s left" if times else ""
+            said.append(f"{one.address} leads{since} (term {one.term}{left})")
+    others = [one.address for one in known if not one.leads]
+    said.append(f"standing by: {', '.join(others) or 'nobody'}")
+    return "; ".join(said)
 
 
 def row(group: pb.GroupStatus) -> GroupRow:
@@ -151,8 +188,15 @@ def _node(node: pb.NodeStatus) -> NodeRow:
         disk_used=node.disk_used_bytes,
         disk_budget=node.disk_budget_bytes,
         short=node.host_held_bytes > PRESSURE * node.host_budget_bytes > 0,
+        out=_out(node),
         drained=drained(node),
     )
+
+
+def _out(node: pb.NodeStatus) -> str:
+    if not node.HasField("drained"):
+        return ""
+    return "draining" if node.drained.holder or node.drained.moving else "drained"
 
 
 def drained(node: pb.NodeStatus) -> str:

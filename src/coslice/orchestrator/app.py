@@ -117,7 +117,7 @@ class OrchestratorApp:
         pushed = Pushed(board.registry) if board is not None else None
         self._observer = Observer(pushed, Traces(tracing) if tracing is not None else None, heap)
         self._pushed = pushed
-        self.live = Live(self._look) if board is not None else None
+        self.live = Live(self._look, leader=self._leader) if board is not None else None
         """What the dashboard shows."""
         self._watchers: Watchers | None = None
         """Of the present term."""
@@ -192,6 +192,11 @@ class OrchestratorApp:
         self._observer.live = None if live is None else live.heard
         if self._watchers is not None:
             self._watchers.also = None if live is None else live.changed
+
+    def _leader(self) -> str:
+        """Where it is, as far as one who stands by knows."""
+        leader = self._election.hearsay.leader if self._election is not None else None
+        return leader.address if leader is not None and leader.id != self._seat.id else ""
 
     def _advertised(self, address: str, agents: str) -> tuple[str, str]:
         """What others are told to dial: for clients, and for agents."""
@@ -365,7 +370,8 @@ class OrchestratorApp:
         self._shown = _Shown(groups, sessions, agents, journal, admission)
         if self.live is not None:
             self._watchers = watchers
-            self.live.lead(Term(self.instance, groups=groups, admission=admission, clock=clock))
+            term = Term(self.instance, groups=groups, admission=admission, clock=clock, roster=roster)
+            self.live.lead(term)
         self._supervisor.start("admission", admission.run())
         service = OrchestratorService(
             instance=self.instance,

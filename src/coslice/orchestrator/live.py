@@ -23,11 +23,12 @@ from coslice.core.group_state import Empty, Group, Held, Resident, Swapping, occ
 from coslice.core.ids import GroupId
 from coslice.core.outcome import Step
 from coslice.observe.mailbox import Mailbox
-from coslice.observe.rows import GroupRow, row
+from coslice.observe.rows import GroupRow, SeatRow, row, seats
 from coslice.observe.timeline import Decision, GroupReader, Interval
 from coslice.orchestrator import explain, views
 from coslice.orchestrator.admission import Admissions
 from coslice.orchestrator.groups import GroupLock, Groups
+from coslice.orchestrator.roster import Roster
 from coslice.runtime.clock import Clock
 
 TICK_S = 0.02
@@ -51,14 +52,26 @@ LOG = 60
 class Term:
     """What the present term knows of its groups."""
 
-    def __init__(self, instance: str, *, groups: Groups, admission: Admissions, clock: Clock) -> None:
-        self.instance, self.groups = instance, groups
+    def __init__(
+        self,
+        instance: str,
+        *,
+        groups: Groups,
+        admission: Admissions,
+        clock: Clock,
+        roster: Roster | None = None,
+    ) -> None:
+        """``roster``: None where no other orchestrator can be."""
+        self.instance, self.groups, self._roster = instance, groups, roster
         self._admission, self._clock = admission, clock
         self.now = clock.now
 
     def row(self, lock: GroupLock) -> GroupRow:
         admission = self._admission.status(lock)
         return row(views.status(lock.state, policy=lock.policy, now=self.now(), admission=admission))
+
+    async def seats(self) -> list[SeatRow]:
+        return seats(await self._roster.status(), self.now()) if self._roster is not None else []
 
     def story(self, lock: GroupLock, job: str) -> list[str] | None:
         """As ``coslice explain`` tells it; None: the group knows no such job."""
@@ -83,6 +96,8 @@ class Message(Struct, kw_only=True):
     now: float
     orchestrator: str
     """Empty: it stands by, another leads."""
+    seats: list[SeatRow] = []
+    """The leader, and who stands by, where there can be several; of a standby the leader, if it is known."""
     groups: list[msgspec.Raw]
     """Each a ``Told``."""
     gone: list[str] = []
@@ -110,6 +125,10 @@ class _Past:
         return [*(decision for decision in self.trouble if decision.at < first), *self.log]
 
 
+def _places(rows: list[SeatRow]) -> list[tuple[str, bool, int]]:
+    return [(one.address, one.leads, one.term) for one in rows]
+
+
 def _lock_of(state: Group) -> Interval:
     on, kind, job = state.occupancy, occupancy_name(state), str(occupant(state) or "")
     match on:
@@ -127,9 +146,19 @@ def _lock_of(state: Group) -> Interval:
 
 
 class Live:
-    def __init__(self, listen: Callable[["Live | None"], None], *, linger: float = LINGER_S) -> None:
-        """``listen``: called with self when somebody begins to look, with None when nobody does any more."""
-        self._listen, self.linger = listen, linger
+    def __init__(
+        self,
+        listen: Callable[["Live | None"], None],
+        *,
+        leader: Callable[[], str] = lambda: "",
+        linger: float = LINGER_S,
+    ) -> None:
+        """``listen``: called with self when somebody begins to look, with None when nobody does any more.
+        ``leader``: where the leader is, as a standby knows it; empty: it knows none."""
+        self._listen, self._leader, self.linger = listen, leader, linger
+        self._seats: list[SeatRow] = []
+        """As they were told last."""
+        self._asking: asyncio.Task[None] | None = None
         self._source: Term | None = None
         self._seq = 0
         self._viewers: dict[Mailbox, asyncio.Event] = {}
@@ -139,7 +168,7 @@ class Live:
         self._timer: asyncio.TimerHandle | None = None
         self._refresher: asyncio.TimerHandle | None = None
         self._leaving: asyncio.TimerHandle | None = None
-        self._looking = self._closed = False
+        self._looking = self._closed = self._reseated = False
         self._snapshots = 0
         """Being made now. Nothing is told meanwhile: some of their groups would have it, and others not."""
         self._refreshed = 0
@@ -161,7 +190,7 @@ class Live:
 
     def lead(self, source: Term | None) -> None:
         """Another term begins, or (None) this one is over."""
-        self._source = source
+        self._source, self._seats = source, []
         if self._looking:
             self._forget()
             self._listen(self)
@@ -194,8 +223,9 @@ class Live:
         """Tells a slice; the rest with the next tick."""
         self._timer = None
         source = self._source
-        if source is None or not self._dirty:
+        if source is None or not (self._dirty or self._reseated):
             return
+        self._reseated = False
         self._read()
         now, told, gone = source.now(), list[msgspec.Raw](), list[str]()
         for name in tuple(itertools.islice(self._dirty, SLICE)):
@@ -209,9 +239,15 @@ class Live:
         if self._dirty:
             self._tick_soon()
         self._seq += 1
-        message = self._message(
-            "change", Message(seq=self._seq, now=now, orchestrator=source.instance, groups=told, gone=gone)
+        change = Message(
+            seq=self._seq,
+            now=now,
+            orchestrator=source.instance,
+            seats=self._seats,
+            groups=told,
+            gone=gone,
         )
+        message = self._message("change", change)
         for mailbox, wake in self._viewers.items():
             mailbox.put(message)
             wake.set()
@@ -254,11 +290,32 @@ class Live:
 
     def _refresh(self) -> None:
         self._refresher = asyncio.get_running_loop().call_later(REFRESH_S, self._refresh)
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._look_who_leads())
         if self._source is not None:
             waited = [lock for lock in self._source.groups if lock.state.waiters or lock.state.lost]
             for number in range(min(len(waited), REFRESHED)):
                 self._soon(waited[(self._refreshed + number) % len(waited)].id)
             self._refreshed += REFRESHED
+
+    async def _look_who_leads(self) -> None:
+        """The place where the state is tells us of no standby that comes or goes."""
+        source = self._source
+        found = await self._who_leads(source)
+        if source is not self._source or _places(found) == _places(self._seats):
+            return
+        self._seats = found
+        if source is None:
+            self._everybody_anew()
+        else:
+            self._reseated = True
+            self._tick_soon()
+
+    async def _who_leads(self, source: Term | None) -> list[SeatRow]:
+        if source is not None:
+            return await source.seats()
+        leader = self._leader()
+        return [SeatRow(address=leader, leads=True)] if leader else []
 
     # ── who looks ──────────────────────────────────────────────────────────
 
@@ -302,16 +359,17 @@ class Live:
     def _stop_looking(self) -> None:
         self._listen(None)
         self._looking = False
-        for timer in (self._timer, self._refresher, self._leaving):
+        for timer in (self._timer, self._refresher, self._leaving, self._asking):
             if timer is not None:
                 timer.cancel()
-        self._timer = self._refresher = self._leaving = None
+        self._timer = self._refresher = self._leaving = self._asking = None
         self._forget()
 
     def _forget(self) -> None:
         self._groups.clear()
         self._unheard.clear()
         self._dirty.clear()
+        self._reseated = False
 
     def _everybody_anew(self) -> None:
         for mailbox, wake in self._viewers.items():
@@ -323,8 +381,10 @@ class Live:
         """Of now, slice by slice. The mailbox has caught up then, unless another term began meanwhile."""
         source = self._source
         if source is None:
+            self._seats = await self._who_leads(None)
             mailbox.caught_up()
-            return self._message("snapshot", Message(seq=self._seq, now=0.0, orchestrator="", groups=[]))
+            standby = Message(seq=self._seq, now=0.0, orchestrator="", seats=self._seats, groups=[])
+            return self._message("snapshot", standby)
         self._snapshots += 1
         if self._timer is not None:
             self._timer.cancel()
@@ -343,9 +403,8 @@ class Live:
             self._snapshots -= 1
             if self._dirty:
                 self._tick_soon()
-        return self._message(
-            "snapshot", Message(seq=self._seq, now=now, orchestrator=source.instance, groups=told)
-        )
+        whole = Message(seq=self._seq, now=now, orchestrator=source.instance, seats=self._seats, groups=told)
+        return self._message("snapshot", whole)
 
     def _whole(self, source: Term, lock: GroupLock) -> Told:
         past = self._past(lock.state)

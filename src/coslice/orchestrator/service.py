@@ -35,6 +35,8 @@ from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
 PART = 1 << 20
 """Bytes of a saved value in one message, well below what a receiver takes."""
+BEAT_S = 5.0
+"""A status of several orchestrators is told again after so long without a change."""
 SLICE = 10
 """Groups whose status is made between two looks at what else there is to do; one takes a third of a
 millisecond."""
@@ -193,7 +195,8 @@ class OrchestratorService(pb_grpc.OrchestratorServicer):
         self, request: pb.GetStatusRequest, context: Context
     ) -> AsyncIterator[pb.GetStatusResponse]:
         await self._check_group(request.group, context)
-        async for _ in self._watchers.follow(request.group, groups=len(self._groups)):
+        beat = BEAT_S if self._roster is not None else None  # no standby says here that it comes or goes
+        async for _ in self._watchers.follow(request.group, groups=len(self._groups), beat=beat):
             yield await self._status(request.group)
         await self._refuse_while_stopping(context)
 

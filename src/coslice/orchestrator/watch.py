@@ -1,6 +1,7 @@
 """Tells those who watch the status that something changed. Many changes at once are told once."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from coslice.core.ids import GroupId
@@ -29,9 +30,9 @@ class Watchers:
         for event in self._changes:
             event.set()
 
-    async def follow(self, group: str, groups: int) -> AsyncIterator[None]:
-        """Yields at once, and again after changes of ``group`` (empty: of any of ``groups``), until
-        stopped."""
+    async def follow(self, group: str, groups: int, beat: float | None = None) -> AsyncIterator[None]:
+        """Yields at once, and again after changes of ``group`` (empty: of any of ``groups``) and ``beat``
+        seconds without any, until stopped."""
         pause = PAUSE if group else PAUSE * max(1.0, groups / MANY)
         event = asyncio.Event()
         self._changes[event] = group
@@ -39,7 +40,9 @@ class Watchers:
             while not self._stopping:
                 event.clear()
                 yield
-                await event.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(beat):
+                        await event.wait()
                 await asyncio.sleep(pause)  # what else changes meanwhile goes into the same message
         finally:
             del self._changes[event]

@@ -31,7 +31,8 @@ async function listen() {
     const told = feed.take(kind, message, clock());
     if (told === null) { stop.abort(); return; }
     told.forEach(name => dirty.add(name));
-    if (feed.orchestrator) linked("live", "good"); else linked("stands by: another orchestrator leads", "");
+    const leader = feed.seats.find(s => s.leads);
+    if (feed.orchestrator) linked("live", "good"); else linked(`stands by: ${leader ? leader.address + " leads" : "another orchestrator leads"}`, "");
   });
   const heard = busy(chunk => events.push(decoder.decode(chunk, { stream: true })));
   for (;;) {
@@ -69,13 +70,14 @@ const eyes = new IntersectionObserver(found => {
 function makeRow(name) {
   const row = html("div", { class: "row", role: "option", id: "g-" + name, "data-group": name, "aria-selected": "false" });
   const cells = ["name", "state", "", "", "", ""].map(c => html("span", { class: c }, row));
-  text(cells[0], name); cells[0].title = name;
+  html("b", {}, cells[0], name); html("i", { class: "out" }, cells[0]); cells[0].title = name;
   const strip = new Timeline(row, "strip-" + name, [{ name: "", items: [] }], 0, 1, { strip: 16, live: true, jobs: [] });
   row.addEventListener("click", () => { choose(name); open(true); });
   eyes.observe(row);
   return { row, cells, strip };
 }
 function lockItems(g) { return [...g.past, ...g.open].filter(i => i.kind === "held" || i.kind === "swapping").sort((a, b) => a.begin - b.begin); }
+const drained = g => g.row.nodes.filter(n => n.out);
 const waited = (g, t) => Math.max(0, ...g.row.jobs.filter(j => j.place).map(j => j.waited_s + t - g.told));
 function drawRow(name) {
   const g = feed.groups.get(name), r = rows.get(name);
@@ -86,7 +88,10 @@ function drawRow(name) {
   text(c[3], g.row.waiting.length ? String(g.row.waiting.length) : "·");
   const w = waited(g, t);
   text(c[4], w ? age(w) : "·"); text(c[5], (100 * feed.duty(g, span(), t)).toFixed(0) + " %");
-  r.row.classList.toggle("trouble", g.row.trouble.length > 0); put(r.row, "title", g.row.trouble.join("\n"));
+  const out = drained(g);
+  text(c[0].lastChild, out.length ? `${out.length === 1 ? out[0].node : out.length + " nodes"} ${out.some(n => n.out === "draining") ? "draining" : "drained"}` : "");
+  r.row.classList.toggle("drained", out.length > 0);
+  r.row.classList.toggle("trouble", g.row.trouble.length > 0); put(r.row, "title", [...g.row.trouble, ...out.map(n => `node ${n.node}: ${n.drained}`)].join("\n"));
 }
 function drawStrip(name) {
   const g = feed.groups.get(name), r = rows.get(name);
@@ -98,7 +103,7 @@ function drawStrip(name) {
 }
 function order() {
   const wanted = $("filter").value.trim().toLowerCase(), t = now();
-  const matches = g => !wanted || [g.row.group, ...g.row.jobs.map(j => j.job), ...g.row.nodes.map(n => n.node)].some(w => w.toLowerCase().includes(wanted));
+  const matches = g => !wanted || [g.row.group, ...g.row.jobs.map(j => j.job), ...g.row.nodes.flatMap(n => [n.node, n.out])].some(w => w.toLowerCase().includes(wanted));
   const by = { name: () => 0, trouble: g => -g.row.trouble.length, queue: g => -g.row.waiting.length, wait: g => -waited(g, t), duty: g => feed.duty(g, span(), t) }[$("sort").value];
   const natural = new Intl.Collator("en", { numeric: true }).compare;
   const found = [...feed.groups.values()].filter(matches).map(g => [by(g), g.row.group]).sort((a, b) => a[0] - b[0] || natural(a[1], b[1])).map(x => x[1]);
@@ -239,8 +244,11 @@ function figures() {
   page.measured.push({ t, busy: page.busy, updates: feed.updates, changes: feed.changes });
   if (page.measured.length > 12) page.measured.shift();   // the last six seconds
   const from = page.measured[0], passed = Math.max(.001, t - from.t), per = x => (x / passed).toFixed(0);
-  const trouble = all.filter(r => r.trouble.length).length;
-  const said = [["groups", all.length], ["held", of("held")], ["swapping", of("swapping")], ["jobs waiting", all.reduce((n, r) => n + r.waiting.length, 0)], ["in trouble", trouble, trouble > 0], ["updates/s", per(feed.updates - from.updates)], ["gaps", feed.gaps, feed.gaps > 0]];
+  const trouble = all.filter(r => r.trouble.length).length, out = new Set(all.flatMap(r => r.nodes.filter(n => n.out).map(n => n.node)));
+  const by = feed.seats.filter(s => !s.leads).map(s => s.address), leader = feed.orchestrator && feed.seats.find(s => s.leads);
+  text($("seats"), leader ? `${leader.address} leads for ${age(Math.max(0, feed.now(t) - leader.since))} (term ${leader.term}); standing by: ${by.join(", ") || "nobody"}` : "");
+  $("seats").className = leader && !by.length ? "warn" : "soft";
+  const said = [["groups", all.length], ["held", of("held")], ["swapping", of("swapping")], ["jobs waiting", all.reduce((n, r) => n + r.waiting.length, 0)], ["nodes drained", out.size], ["in trouble", trouble, trouble > 0], ["updates/s", per(feed.updates - from.updates)], ["gaps", feed.gaps, feed.gaps > 0]];
   if ($("figures").childElementCount !== said.length) $("figures").replaceChildren(...said.map(([word]) => { const d = html("div"); html("dt", {}, d, word); html("dd", {}, d); return d; }));
   said.forEach(([, value, bad], n) => { const dd = $("figures").children[n].lastChild; text(dd, String(value)); dd.className = bad ? "bad" : ""; });
   page.share = (page.busy - from.busy) / 10 / passed;

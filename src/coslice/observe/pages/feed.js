@@ -4,7 +4,7 @@ const KEPT = 800, KEPT_S = 900;
 
 class Feed {
   constructor() {
-    this.groups = new Map(); this.seq = null; this.orchestrator = ""; this.offset = null;
+    this.groups = new Map(); this.seq = null; this.orchestrator = ""; this.seats = []; this.offset = null;
     this.snapshots = 0; this.changes = 0; this.updates = 0; this.gaps = 0; this.begun = 0;
   }
   // One event. Returns the names of the groups it told of; null: something is missing, only a snapshot helps.
@@ -14,7 +14,7 @@ class Feed {
       this.gaps += 1;
       return null;
     }
-    this.seq = m.seq; this.orchestrator = m.orchestrator;
+    this.seq = m.seq; this.orchestrator = m.orchestrator; this.seats = m.seats ?? [];
     this.sync(m.now, clock);
     if (kind === "snapshot") {
       this.snapshots += 1; this.begun = m.now;
