@@ -26,7 +26,12 @@ pytestmark = pytest.mark.helm
 VERSIONS = ("1.34", "1.35", "1.36", "1.37")
 CRDS = {"Certificate", "Issuer", "ServiceMonitor", "PodMonitor"}
 STORES: list[dict[str, Any]] = [{}, ETCD, SQLITE]
-SECURITY: list[dict[str, Any]] = [{}, {"tls.certManager.issuer.name": "corp"}, GIVEN, {"insecure": True}]
+SECURITY: list[dict[str, Any]] = [
+    {},
+    {"tls.certManager.issuer.name": "corp", "tls.perNode": True, "tls.nodes": ["node-1"]},
+    GIVEN,
+    {"insecure": True},
+]
 NODES: list[dict[str, Any]] = [
     {},
     {"agent.gpu": False, "agent.backend": "app_channel", "agent.groups": ["t:memory=8GiB"]},
@@ -90,6 +95,43 @@ def _check_mounts(rendered: Rendered) -> None:
         for arg in rendered.args(part):
             for path in (word for word in arg.replace("&", "=").split("=") if word.startswith("/")):
                 assert any(path.startswith(mount) for mount in mounted), arg
+
+
+@pytest.mark.parametrize("given", [{}, GIVEN], ids=["certManager", "secret"])
+def test_each_node_has_the_key_of_its_own_name_only(given: dict[str, Any]) -> None:
+    nodes = ["node-1", "gpu.example"]
+    rendered = render(**given, **MONITOR, **{"tls.perNode": True, "tls.nodes": nodes})
+    for thing in rendered.objects:
+        if thing["kind"] not in CRDS:
+            kubernetes_validate.validate(thing, VERSIONS[0], strict=True)
+    agents = [thing for thing in rendered.objects if thing["kind"] == "DaemonSet"]
+    made = {
+        thing["spec"]["secretName"]: thing["spec"].get("dnsNames")
+        for thing in rendered.objects
+        if thing["kind"] == "Certificate"
+    }
+    assert len(agents) == len(nodes)
+    selectors = [agent["spec"]["selector"]["matchLabels"] for agent in agents]
+    for node, agent, selector in zip(nodes, agents, selectors, strict=True):
+        template = agent["spec"]["template"]
+        where = template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert where["nodeSelectorTerms"] == [
+            {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
+        ]
+        (mine,) = (v["secret"]["secretName"] for v in template["spec"]["volumes"] if v["name"] == "tls")
+        if given:
+            assert mine == f"a-tls-{node}"
+        else:
+            assert made[mine] == [node, "localhost"]
+        selected = [
+            other["metadata"]["name"]
+            for other in agents
+            if selector.items() <= other["spec"]["template"]["metadata"]["labels"].items()
+        ]
+        assert selected == [agent["metadata"]["name"]], "another's pods are not its own"
+        assert agent["metadata"]["name"].endswith(f"-agent-{node}")
+    (monitored,) = rendered.of("PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert monitored["tlsConfig"]["ca"]["secret"]["name"].endswith(("agent-node-1-tls", "a-tls-node-1"))
 
 
 def test_nobody_is_privileged() -> None:

@@ -97,6 +97,9 @@ TABLE: list[tuple[Any, ...]] = [
     ("tls.agentSecret", "mine", lambda r: volume("agent", "tls", secret=secret("mine"))(r)
         and arg("agent", "--tls-cert=/etc/coslice/tls/node-1.pem")(r), GIVEN),
     ("tls.nodes", ["node-1"], lambda r: "node-1" in r.of("Certificate", "-agent")["spec"]["dnsNames"]),
+    ("tls.perNode", True, lambda r: (
+        r.of("Certificate", "-agent-node-1")["spec"]["dnsNames"] == ["node-1", "localhost"]
+        and volume("agent", "tls", secret=secret("rl-coslice-agent-node-1-tls"))(r)), {"tls.nodes": ["node-1"]}),
     ("tokens.secret", "mine", lambda r: not r.of("Secret")
         and volume("agent", "tokens", secret=secret("mine"))(r)),
     ("clusterDomain", "corp.example", lambda r: (
@@ -200,6 +203,14 @@ def test_every_value_is_in_the_table_and_in_the_documentation() -> None:
         ({"tls.source": "secret", "tls.orchestratorSecret": "x"}, "tls.agentSecret"),
         ({"metrics.serviceMonitor.enabled": True}, "coslice token create --role read"),
         ({"agent.extraArgs": ["rm -rf"]}, "extraArgs"),
+        ({"tls.perNode": True}, "tls.nodes"),
+        ({"tls.perNode": True, "tls.nodes": ["n"], "insecure": True}, "leave one out"),
+        (
+            {"tls.perNode": True, "tls.nodes": ["n"], "agent.affinity": AFFINITY},
+            "leave agent.affinity.nodeAffinity out",
+        ),
+        ({"tls.nodes": ["n", "n"]}, "/tls/nodes"),
+        ({"tls.nodes": ["n" * 64]}, "/tls/nodes"),
         ({"dra.claims": [{"name": "x"}]}, "count"),
     ],
 )

@@ -30,8 +30,15 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- if eq .Values.tls.source "secret" }}{{ .Values.tls.orchestratorSecret }}{{ else }}{{ include "coslice.name" . }}-orchestrator-tls{{ end }}
 {{- end }}
 
+{{- /* Of one node, or of all (node ""): (list . "node-1") */ -}}
+{{- define "coslice.agentName" -}}
+{{ include "coslice.name" (index . 0) }}-agent{{ with index . 1 }}-{{ . }}{{ end }}
+{{- end }}
+
 {{- define "coslice.agentCert" -}}
-{{- if eq .Values.tls.source "secret" }}{{ .Values.tls.agentSecret }}{{ else }}{{ include "coslice.name" . }}-agent-tls{{ end }}
+{{- $tls := (index . 0).Values.tls -}}
+{{- if ne $tls.source "secret" }}{{ include "coslice.agentName" . }}-tls
+{{- else }}{{ $tls.agentSecret }}{{ with index . 1 }}-{{ . }}{{ end }}{{ end }}
 {{- end }}
 
 {{- define "coslice.tokenSecret" -}}
@@ -80,6 +87,17 @@ etcd://{{ join "," $store.etcd.endpoints }}/{{ $prefix }}
 {{- end -}}
 {{- if and (eq .Values.tls.source "secret") .Values.agent.enabled (not .Values.tls.agentSecret) -}}
 {{- fail "tls.source=secret needs tls.agentSecret (keys ca.pem, and NODE.pem, NODE.key for each node), or agent.enabled=false" -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.tls.perNode -}}
+{{- if .Values.insecure -}}
+{{- fail "tls.perNode gives each node a certificate of its own, insecure gives none: leave one out" -}}
+{{- end -}}
+{{- if and .Values.agent.enabled (not .Values.tls.nodes) -}}
+{{- fail "tls.perNode needs the names of the nodes in tls.nodes, for example {node-1,node-2}" -}}
+{{- end -}}
+{{- if .Values.agent.affinity.nodeAffinity -}}
+{{- fail "tls.perNode: tls.nodes says where agents run: leave agent.affinity.nodeAffinity out" -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.metrics.serviceMonitor.enabled (not .Values.insecure) (not .Values.metrics.serviceMonitor.tokenSecret.name) -}}
