@@ -151,6 +151,14 @@ def test_what_a_job_may_set_is_checked(settings: dict[str, str], words: str) -> 
         AppEndpointBackend().check(settings)
 
 
+async def test_what_an_operator_sets_is_checked(tmp_path: Path) -> None:
+    world = ServerWorld(tmp_path)
+    world.make({"allow": "10.0.0.7:8000 [fd00::1]:8000"})
+    for settings in ({"allow": "10.0.0.7"}, {"move_timeout": "nan"}, {"late": "-1"}):
+        with pytest.raises(ConfigError, match="backend app_endpoint: "):
+            world.make(settings)
+
+
 # ── how much has to leave, and what is the same ───────────────────────────────
 
 

@@ -1,6 +1,8 @@
 """Which backend moves a job: the order, and that nothing malformed falls through it."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import re
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from coslice.agent.backends.base import (
     Restored,
     Snapshotted,
 )
-from coslice.agent.backends.resolve import Backends, installed, parse_backend
+from coslice.agent.backends.resolve import Backends, installed, parse_backend, parse_backends
 from coslice.agent.members import Member, OpenChannel
 from coslice.errors import ConfigError
 from coslice.store import make_store
@@ -195,3 +197,69 @@ def test_specifications() -> None:
 
 def test_the_backends_of_this_package_are_installed() -> None:
     assert {"app_channel", "cuda", "tpu"} <= installed().keys()
+
+
+def test_a_backend_is_named_once() -> None:
+    assert [spec.name for spec in parse_backends(["app_channel", "cuda:tries=2"])] == ["app_channel", "cuda"]
+    with pytest.raises(ConfigError, match="cuda twice"):
+        parse_backends(["cuda:tries=2", "app_channel", "cuda"])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding-a-backend.md"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The page's own package, as if it were installed, with entry points that are wrong in their own ways."""
+    toml, python, *_ = re.findall(r"```(?:toml|python)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (mine,) = re.findall(r'^mine = "(.*)"$', toml, re.MULTILINE)
+    points = {
+        "mine": mine,
+        "absent": "my_package.nowhere:make",
+        "raises": "my_package.raises:make",
+        "fails": "my_package.odd:fails",
+        "half": "my_package.odd:half",
+        "cuda": "my_package.backend:make",
+    }
+    lines = "".join(f"{name} = {value}\n" for name, value in points.items())
+    files = {
+        "my_package/__init__.py": "",
+        "my_package/backend.py": python,
+        "my_package/raises.py": "raise OSError('no such device')",
+        "my_package/odd.py": "def fails(node, settings): return 1 / 0\ndef half(node, settings): return node",
+        "my_package-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: my-package\nVersion: 1\n",
+        "my_package-1.dist-info/entry_points.txt": f"[coslice.backends]\n{lines}",
+    }
+    for name, text in files.items():
+        path = tmp_path / "site" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_package"]:
+        del sys.modules[name]
+
+
+async def test_the_example_of_the_page_is_found_and_checked(package: Path, node: Node) -> None:
+    made = Backends(node.context, default="mine", settings={"mine": {"slowest": "1e9"}})
+    assert made.capabilities().name == "mine"
+    for value in ("nan", "-1", "0", "fast"):
+        with pytest.raises(ConfigError, match=r"backend mine: .*slowest"):
+            Backends(node.context, default="mine", settings={"mine": {"slowest": value}})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("absent", "cannot be loaded: ModuleNotFoundError"),
+        ("raises", r"cannot be loaded: OSError: no such device"),
+        ("fails", "cannot be made: ZeroDivisionError"),
+        ("half", r"has no capabilities, .*adding-a-backend"),
+        ("cuda", r"more than once \(coslice.agent.backends.cuda:make, my_package.backend:make\)"),
+    ],
+)
+async def test_what_is_wrong_with_a_package_is_said_at_once(
+    name: str, words: str, package: Path, node: Node
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Backends(node.context, default=name)

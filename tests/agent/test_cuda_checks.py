@@ -193,6 +193,8 @@ def test_a_map_of_devices_is_a_permutation_or_refused() -> None:
         {"lock_timout": 3},
         {"lock_timeout": "soon"},
         {"lock_timeout": 0},
+        {"lock_timeout": "inf"},
+        {"settle": -1},
         {"tries": 0},
         {"calls": "magic"},
         {"calls": "program", "program": "no-such-program"},

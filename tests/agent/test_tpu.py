@@ -190,7 +190,12 @@ async def test_without_the_tool_a_snapshot_says_what_is_missing(world: TpuWorld)
 
 
 async def test_settings_that_make_no_sense_are_refused(world: TpuWorld) -> None:
-    for settings in ({"timeout": 3}, {"restore_seconds": "soon"}, {"gate_seconds": 0}):
+    for settings in (
+        {"timeout": 3},
+        {"restore_seconds": "soon"},
+        {"gate_seconds": 0},
+        {"gate_seconds": "nan"},
+    ):
         with pytest.raises(ConfigError, match="backend tpu"):
             await world.start(**settings)
         await world.start()

@@ -25,7 +25,7 @@ from rich.markup import escape
 
 from coslice.admission.model import MODES, Mode
 from coslice.agent.app import AgentApp
-from coslice.agent.backends.resolve import parse_backend
+from coslice.agent.backends.resolve import parse_backends
 from coslice.agent.config import AgentConfig, Follow, GroupDevices
 from coslice.cli.regroup import GroupsFile
 from coslice.cli.settings import Settings, applied, parse_settings
@@ -401,7 +401,7 @@ def _agent_config(
     budget = parse_size(options.host_memory) if options.host_memory else _available_memory() // 2
     if options.disk_dir is not None and not options.disk:
         raise ConfigError("--disk-dir says where, but not how much: add --disk SIZE, or leave it out")
-    backends = [parse_backend(text) for text in options.backends]
+    backends = parse_backends(options.backends)
     config = AgentConfig(
         node=_node(options),
         orchestrator=orchestrator,

@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-import msgspec
-
 from coslice.agent.backends.app_endpoint_engine import Engine
 from coslice.agent.backends.app_endpoint_http import NoAnswer, load_httpx
 from coslice.agent.backends.app_endpoint_memory import DeviceMeasure, HostMeasure, Measure
@@ -33,10 +31,12 @@ from coslice.agent.backends.base import (
     Snapshotted,
 )
 from coslice.agent.backends.resolve import parse_backend
+from coslice.agent.backends.settings import settings_of
 from coslice.agent.endpoints import allowed_endpoint
 from coslice.agent.endpoints_ledger import CODEC, KEY, Entry, Ledger, Phase
 from coslice.agent.members import Member
 from coslice.errors import ConfigError
+from coslice.security.addresses import split_address
 from coslice.store.slot import Slot
 from coslice.workload.listening import listens, started, tree
 
@@ -49,11 +49,13 @@ ENGINES = ("", "vllm", "sglang")
 
 def make(node: NodeContext, settings: Mapping[str, object]) -> "AppEndpointBackend":
     """The entry point. Settings are those of ``EngineSettings``; raises ``ConfigError``."""
+    positive = ("move_timeout", "probe_timeout")
+    chosen = settings_of("app_endpoint", EngineSettings, settings, positive=positive)
     try:
-        chosen = msgspec.convert(dict(settings), EngineSettings, strict=False)
-    except msgspec.ValidationError as error:
-        known = ", ".join(EngineSettings.__struct_fields__)
-        raise ConfigError(f"backend app_endpoint: {error}; it knows {known}") from None
+        for address in chosen.allow.split():
+            split_address(address, example="10.0.0.7:8000")
+    except ConfigError as error:
+        raise ConfigError(f"backend app_endpoint: allow: {error}") from None
     ledger = Ledger(Slot(node.store, KEY, CODEC, node.found.get(KEY)))
     return AppEndpointBackend(ledger, settings=chosen, measure={"cuda": DeviceMeasure(node.surveyor)})
 

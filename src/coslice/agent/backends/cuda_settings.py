@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Literal
 
-import msgspec
 from msgspec import Struct
 
 from coslice.agent.backends.cuda_calls import Pair
+from coslice.agent.backends.settings import settings_of
 from coslice.errors import ConfigError
 
 
@@ -33,15 +33,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def read_settings(settings: Mapping[str, object]) -> Settings:
     """Raises ``ConfigError`` for settings that are unknown or make no sense."""
-    try:
-        chosen = msgspec.convert(dict(settings), Settings, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"backend cuda: {error}; it knows {', '.join(Settings.__struct_fields__)}"
-        ) from None
-    if min(chosen.lock_timeout, chosen.base_seconds, chosen.slowest, chosen.tries) <= 0:
-        raise ConfigError("backend cuda: times, rates and tries are more than 0")
-    return chosen
+    positive = ("lock_timeout", "base_seconds", "slowest", "tries")
+    return settings_of("cuda", Settings, settings, positive=positive)
 
 
 def read_pairs(text: str) -> tuple[Pair, ...]:

@@ -41,6 +41,15 @@ class BackendSpec(Struct, frozen=True, kw_only=True):
     settings: dict[str, str]
 
 
+def parse_backends(texts: Sequence[str]) -> list[BackendSpec]:
+    """In their order; raises ``ConfigError`` also for one that is named twice."""
+    specs = [parse_backend(text) for text in texts]
+    names = [spec.name for spec in specs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"--backend names {', '.join(twice)} twice: give all its settings once")
+    return specs
+
+
 def parse_backend(text: str) -> BackendSpec:
     """``NAME`` or ``NAME:key=value,key=value``; raises ``ConfigError``. A value may hold ``=`` and ``:``."""
     name, colon, rest = text.partition(":")
@@ -67,12 +76,26 @@ class _Loaded:
         self._name = name
 
     def __call__(self, node: NodeContext, settings: Mapping[str, object]) -> Backend:
-        (entry,) = entry_points(group=GROUP, name=self._name)
+        """Raises ``ConfigError``, also for what others' packages do wrong: a user can change it."""
+        entries = tuple(entry_points(group=GROUP, name=self._name))
+        if len({entry.value for entry in entries}) > 1:
+            places = ", ".join(sorted(entry.value for entry in entries))
+            raise ConfigError(f"backend {self._name} is installed more than once ({places}): uninstall one")
+        what = f"backend {self._name} ({entries[0].value})"
         try:
-            factory: Factory = entry.load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"backend {self._name} ({entry.value}) cannot be loaded: {error}") from None
-        return factory(node, settings)
+            factory: Factory = entries[0].load()
+        except Exception as error:
+            raise ConfigError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+        try:
+            made = factory(node, settings)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{what} cannot be made: {type(error).__name__}: {error}") from error
+        needed = (name for name, value in vars(Backend).items() if callable(value) and name[0] != "_")
+        if lacking := [name for name in needed if not callable(getattr(made, name, None))]:
+            raise ConfigError(f"{what} has no {', '.join(lacking)}: see docs/adding-a-backend.md")
+        return made
 
 
 class Backends:

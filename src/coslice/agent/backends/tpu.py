@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from coslice.agent.backends.base import (
@@ -31,11 +30,11 @@ from coslice.agent.backends.base import (
 )
 from coslice.agent.backends.process_backend import ProcessBackend
 from coslice.agent.backends.process_ledger import Entry, Target
+from coslice.agent.backends.settings import settings_of
 from coslice.agent.members import Member
 from coslice.agent.occupancy import belongs
 from coslice.agent.privileged import Ended, run_program
 from coslice.agent.processes import start_time
-from coslice.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +58,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def make(node: NodeContext, settings: Mapping[str, object]) -> "TpuBackend":
     """The entry point. Raises ``ConfigError``."""
-    try:
-        chosen = msgspec.convert(dict(settings), Settings, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"backend tpu: {error}; it knows {', '.join(Settings.__struct_fields__)}") from None
-    if min(chosen.checkpoint_seconds, chosen.restore_seconds, chosen.gate_seconds) <= 0:
-        raise ConfigError("backend tpu: times are more than 0")
-    return TpuBackend(node, chosen)
+    positive = ("checkpoint_seconds", "restore_seconds", "gate_seconds")
+    return TpuBackend(node, settings_of("tpu", Settings, settings, positive=positive))
 
 
 class TpuBackend(ProcessBackend):
