@@ -1,6 +1,7 @@
 """Host memory is a budget with disk behind it: what is refused, what is spilled, what is found damaged."""
 
 import asyncio
+import errno
 import os
 import random
 from collections.abc import Iterator
@@ -111,6 +112,34 @@ async def test_a_full_tier_or_disk_refuses_and_leaves_nothing(
     with pytest.raises(NoDisk, match="No space left"):
         await tier.write("g/a/1", memory, SIZE)
     assert (tier.used, files(tmp_path)) == (0, [])
+
+
+async def test_a_disk_that_turns_read_only_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there can be read; what it holds of no use goes when it can be written again."""
+    buffers = HostBuffers(4 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    before = await filled(buffers, "g/a/1", 3 * MIB)
+    await filled(buffers, "g/b/1", 3 * MIB)
+    assert buffers.spilled("g/a/1") == 3 * MIB
+    stale = written(tmp_path)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", read_only)
+        buffers.release("g/b/1")
+        await buffers.fetch("g/a/1")
+        assert os.pread(buffers.descriptor("g/a/1"), 3 * MIB, 0) == before
+        assert (buffers.spilled("g/a/1"), buffers.held, stale.exists()) == (0, 3 * MIB, True)
+        patch.setattr("coslice.agent.tiers.disk._write", read_only)
+        with pytest.raises(NoHostMemory):
+            await buffers.reserve("g/b/1", 3 * MIB)
+        assert os.pread(buffers.descriptor("g/a/1"), 3 * MIB, 0) == before
+    buffers.free("g/b/1")
+    assert files(tmp_path) == []
+    buffers.close()
 
 
 # ── the budget ─────────────────────────────────────────────────────────────

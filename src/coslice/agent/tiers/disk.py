@@ -44,6 +44,8 @@ class DiskTier:
         """``folder``: exists, and is ours alone. Files that an earlier agent left there are found."""
         self.folder, self.budget = folder, budget
         self._sizes: dict[str, int] = {}
+        self._left: set[Path] = set()
+        """Files that could not be removed. They mean nothing, and the next agent must not find them."""
         for path in sorted(folder.iterdir()):
             if path.suffix == UNFINISHED:
                 path.unlink()
@@ -72,9 +74,11 @@ class DiskTier:
             raise NoDisk(
                 f"the disk tier has {self.budget - self.used} of {self.budget} bytes left, not {size}"
             )
+        path = self._path(name)
+        self._left -= {path, path.with_suffix(UNFINISHED)}  # written anew from here on
         self._sizes[name] = size
         try:
-            await asyncio.to_thread(_write, self._path(name), name, fd, size)
+            await asyncio.to_thread(_write, path, name, fd, size)
         except OSError as error:
             self.free(name)
             raise NoDisk(f"saved state could not be written to {self.folder}: {error.strerror}") from None
@@ -92,11 +96,17 @@ class DiskTier:
         return size
 
     def free(self, name: str) -> None:
+        """Never raises: on a disk that turned read-only its file is removed as soon as one can be."""
         self._sizes.pop(name, None)
         path = self._path(name)
-        for each in (path, path.with_suffix(UNFINISHED)):
-            with contextlib.suppress(FileNotFoundError):
-                each.unlink()
+        for each in (path, path.with_suffix(UNFINISHED), *self._left):
+            try:
+                each.unlink(missing_ok=True)
+                self._left.discard(each)
+            except OSError as error:
+                if each not in self._left:
+                    log.error("%s cannot be removed from the disk tier: %s", each, error.strerror)
+                self._left.add(each)
 
     def keep_only(self, wanted: Callable[[str], bool]) -> None:
         """Files of processes that are gone go too."""
