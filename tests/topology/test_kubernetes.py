@@ -344,6 +344,26 @@ async def test_a_backend_that_needs_the_processes_help_places_none(node: Node, c
     assert not list(agent.members)
 
 
+async def test_a_process_registers_as_the_job_that_its_pod_s_label_names(
+    node: Node, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.node("node-0", "train")
+    agent = await node.start(**following(cluster, backend="app_channel"))
+    await offered(node.orchestrator, "train")
+    uid, inside = cluster.pod("p1", job="a"), "no pod"
+    async with asyncio.timeout(PATIENCE):
+        while not (agent._placing._view and agent._placing._view.pods):  # noqa: ASYNC110  it tells nobody
+            await asyncio.sleep(0.01)
+    monkeypatch.setattr(pods_module, "uid_of", lambda pid: inside)
+    await node.workload("b", size=8 * MIB)  # of no pod that has labels
+    inside = uid
+    await node.workload("a", size=8 * MIB)
+    wrong = await (await node.workload("c", size=8 * MIB, wait=False)).until("refused")
+    assert wrong["code"] == "DENIED"
+    assert "is in pod rl/p1, whose label timeslice.io/job-id says a, and registers as c" in wrong["message"]
+    assert sorted(member.job for member in agent.members) == ["a", "b"]
+
+
 async def test_an_upstream_holder_whose_pod_is_deleted_frees_the_lock(cluster: Cluster) -> None:
     """No session, no yield: only the pod's end can tell. With a real orchestrator and agent."""
     cluster.node("node-0", "train")

@@ -47,6 +47,7 @@ from coslice.agent.service import AgentService
 from coslice.agent.tickets import Tickets
 from coslice.agent.tiers.disk import DiskTier
 from coslice.agent.topology.place import parse_place
+from coslice.agent.topology.placing import Placed, Placing
 from coslice.agent.upstream import UpstreamService
 from coslice.agent.upstream_ledger import Ledger
 from coslice.agent.upstream_operations import Operations
@@ -135,6 +136,7 @@ class AgentApp:
         self._supervisor = Supervisor("agent")
         self._exits = contextlib.AsyncExitStack()
         self._link: Link | None = None
+        self._placing: Placing | None = None
         self._surveyor = Surveyor()
         self._occupancy = Occupancy(self.members, self._surveyor)
         self.members.gauge = self._occupancy.bytes_of
@@ -244,6 +246,7 @@ class AgentApp:
             remember=self._remember,
             tickets=tickets,
             heard=self._heard,
+            problem=lambda job, pid: self._placing.problem(job, pid) if self._placing is not None else "",
         )
         self._recall(registry)
         if buffers.disk is not None:
@@ -313,7 +316,6 @@ class AgentApp:
 
     def _follow(self, follow: Follow, registry: Registry) -> None:
         from coslice.agent.topology.kubernetes import NodeTopology
-        from coslice.agent.topology.placing import Placed, Placing
 
         async def place(it: Placed, incarnation: Incarnation) -> str:
             try:
@@ -323,7 +325,7 @@ class AgentApp:
             return ""
 
         whole = self.backends.capabilities().whole_process
-        placing = Placing(
+        placing = self._placing = Placing(
             self.members, serve=self._serve_groups, place=place, release=registry.release, whole=whole
         )
         topology = NodeTopology(parse_place(follow.place), self.config.node, heard=placing.heard)

@@ -53,13 +53,15 @@ class Registry:
         remember: Callable[[Member], None],
         tickets: Tickets,
         heard: Callable[[], Awaitable[None]],
+        problem: Callable[[JobId, int], str] = lambda job, pid: "",
     ) -> None:
         """``uid``: the user whose processes may register. ``remember`` is told each new member's baseline.
         ``heard`` returns once the orchestrator, if there is one, knows what the groups have said so far.
+        ``problem``: why the process with this pid may not register as this job; empty: it may.
         """
         self._config, self._members, self._groups = config, members, groups
         self._buffers, self._backend, self._uid, self._remember = buffers, backend, uid, remember
-        self._heard, self._tickets = heard, tickets
+        self._heard, self._tickets, self._problem = heard, tickets, problem
 
     def by_token(self, token: str, pid: int) -> Member | None:
         """Who registered with this token, if that is the process that shows it."""
@@ -79,6 +81,8 @@ class Registry:
         self._check(message)
         self._check_owner(message.pid)
         group, job = GroupId(message.group), JobId(message.job)
+        if other := self._problem(job, message.pid):
+            raise RegistrationRefused(pb.DENIED, other)
         if message.incarnation:  # a start of its own; without, it joins those that were placed
             self._release_placed(group, job)
         incarnation = self._incarnation(message)

@@ -4,8 +4,8 @@ Compares and carries out the difference, so it may be interrupted, repeated or b
 group whose label is gone is served until its last process here is gone: what is saved can only come back
 here. A pod that is gone takes its processes with it, whether or not the kubelet has ended them yet.
 
-Processes are placed only where the node's backend moves whole processes. Others register themselves, and
-their ends are seen as everybody's.
+Processes are placed only where the node's backend moves whole processes. Others register themselves, as the
+job that their pod's labels name, and their ends are seen as everybody's.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from msgspec import Struct
 from coslice.agent.members import Member, Members
 from coslice.agent.registry import PLACED
 from coslice.agent.topology import pods as processes
-from coslice.agent.topology.labels import Pod, View
+from coslice.agent.topology.labels import POD_JOB, Pod, View
 from coslice.core.ids import GroupId, Incarnation, JobId
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,17 @@ class Placing:
     def heard(self, view: View) -> None:
         self._view = view
         self._news.set()
+
+    def problem(self, job: JobId, pid: int) -> str:
+        """Why this process may not register as ``job``; empty: it may, or its pod has no labels of ours."""
+        uid = processes.uid_of(pid)
+        pod = next((pod for pod in self._view.pods if pod.uid == uid), None) if self._view else None
+        if pod is None or pod.job == job:
+            return ""
+        return (
+            f"process {pid} is in pod {pod.name}, whose label {POD_JOB} says {pod.job}, and registers as "
+            f"{job}: give it that name (COSLICE_JOB), or the pod another label"
+        )
 
     async def run(self) -> None:
         await self._news.wait()

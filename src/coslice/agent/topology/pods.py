@@ -8,6 +8,11 @@ from coslice.agent.discovery import cgroups, procfs
 from coslice.agent.topology.labels import Pod
 
 
+def uid_of(pid: int) -> str:
+    """Of the pod that a process is in; empty: in none, or it has ended."""
+    return cgroups.placement(pid).pod
+
+
 def main_processes(pods: Iterable[Pod], *, proc: Path = procfs.PROC) -> Mapping[str, Mapping[int, int]]:
     """Start times by pid, by uid of the pod; of the containers that run. The agent must see the node's
     processes (``hostPID``)."""
