@@ -91,9 +91,7 @@ def _profile(text: str) -> Profile | None:
     return decode_profile(text.encode(), path="the profile of the hello")
 
 
-def acquire_event(
-    who: Identity, message: pb.Acquire, *, at: float, more: bool, final: bool = False
-) -> ev.AcquireRequested:
+def acquire_event(who: Identity, message: pb.Acquire, *, at: float, more: bool) -> ev.AcquireRequested:
     """Raises ``ValueError``."""
     if message.world < 0 or message.need_bytes < 0:
         raise ValueError("world and need_bytes count processes and bytes: they cannot be negative")
@@ -106,7 +104,6 @@ def acquire_event(
         world=message.world,
         need=message.need_bytes,
         more=more,
-        final=final,
         phase=redact(message.phase[:_MAX_TOKEN]),
         node=who.node,
         pid=who.pid,

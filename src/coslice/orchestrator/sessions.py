@@ -79,8 +79,6 @@ class Session:
         """Groups that have heard of this session."""
         self.forget: asyncio.TimerHandle | None = None
         self.notes = Allowance()
-        self.confirms = True
-        """Its client confirms what it is granted; not if it has no stream to do so."""
 
     def send(self, message: pb.ServerMessage) -> None:
         if self.outbox is not None:
@@ -209,16 +207,24 @@ class Sessions:
         """The session of an accepted hello. A stream that it had before ends: it may be half-open."""
         session = self._sessions.get(who.session)
         if session is None:
-            session = self._sessions[who.session] = Session(who)
-            self._of_job.setdefault(who.job, {})[who.session] = session
-            if self._heap is not None:
-                self._heap.began()
+            session = Session(who)
+            self.begin(session, outbox)
+            return session
         if session.outbox is not None:
             session.outbox.close(End(grpc.StatusCode.ABORTED, "another stream of this session took over"))
         if session.forget is not None:
             session.forget.cancel()
         session.who, session.outbox, session.forget = who, outbox, None
         return session
+
+    def begin(self, session: Session, outbox: Outbox[pb.ServerMessage]) -> None:
+        """One that is not here yet."""
+        who = session.who
+        session.outbox = outbox
+        self._sessions[who.session] = session
+        self._of_job.setdefault(who.job, {})[who.session] = session
+        if self._heap is not None:
+            self._heap.began()
 
     async def resume(self, session: Session) -> dict[GroupId, Epoch]:
         """Tell the groups that know this session that it is back; returns the leases that it still holds."""

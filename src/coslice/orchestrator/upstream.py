@@ -13,14 +13,15 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.events import ContextState
 from coslice.core.group_state import Empty, Group, Held, Resident, Swapping, open_asks
@@ -30,7 +31,7 @@ from coslice.errors import CosliceError
 from coslice.orchestrator import convert, views
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.outbox import End, Outbox
-from coslice.orchestrator.sessions import Session, Sessions
+from coslice.orchestrator.sessions import ClientEffect, Session, Sessions
 from coslice.orchestrator.verbs import Verbs
 from coslice.runtime.clock import Clock
 from coslice.wire.status import grpc_status
@@ -62,12 +63,12 @@ _CONTEXT = {
 }
 
 
-class Ended(Exception):
-    """The orchestrator ends its calls: it is stopping."""
+class Refused(Exception):
+    """The call ends with this status."""
 
-    def __init__(self, end: End) -> None:
-        super().__init__(end.message)
-        self.end = end
+    def __init__(self, status: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
 
 
 class _Answers(Outbox[pb.ServerMessage]):
@@ -75,38 +76,54 @@ class _Answers(Outbox[pb.ServerMessage]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._waiting: dict[str, asyncio.Future[pb.ServerMessage]] = {}
+        self._waiting: dict[str, asyncio.Future[fx.Grant]] = {}
 
-    def expect(self, request: str) -> "asyncio.Future[pb.ServerMessage]":
-        answer: asyncio.Future[pb.ServerMessage] = asyncio.get_running_loop().create_future()
-        self._waiting[request] = answer
-        answer.add_done_callback(lambda _: self._waiting.pop(request, None))
+    def expect(self, request: str) -> "asyncio.Future[fx.Grant]":
+        """The grant, or ``Refused``; until it is forgotten."""
+        answer = self._waiting[request] = asyncio.get_running_loop().create_future()
         return answer
 
-    def put(self, message: pb.ServerMessage) -> None:
-        kind = message.WhichOneof("kind")
-        if kind not in ("granted", "refused", "yielded"):
-            return  # a lost lease, a wish to yield: upstream has no way to say so
-        waiting = self._waiting.get(getattr(message, kind).request)
+    def forget(self, request: str) -> None:
+        self._waiting.pop(request, None)
+
+    def granted(self, grant: fx.Grant) -> None:
+        waiting = self._waiting.get(convert.unscoped(grant.request))
         if waiting is not None and not waiting.done():
-            waiting.set_result(message)
+            waiting.set_result(grant)
+
+    def put(self, message: pb.ServerMessage) -> None:
+        if not message.HasField("refused"):
+            return  # a lost lease, a wish to yield: upstream has no way to say so
+        waiting = self._waiting.get(message.refused.request)
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(_refused(message.refused))
 
     def close(self, end: End) -> None:
+        """The orchestrator is stopping."""
         super().close(end)
         for waiting in tuple(self._waiting.values()):
             if not waiting.done():
-                waiting.set_exception(Ended(end))
+                waiting.set_exception(Refused(end.status, end.message))
 
 
-class _Caller:
+class _Caller(Session):
     """Everybody who calls for one job in one group."""
 
-    def __init__(self, session: Session, answers: _Answers) -> None:
-        self.session, self.answers = session, answers
+    def __init__(self, who: convert.Identity) -> None:
+        super().__init__(who)
+        self.answers = _Answers()
         self.calls = 0
         """Those that have not returned yet."""
+        self.resumed = False
+        """The lock knew it before it called: it may have asked the last orchestrator."""
         self.had_processes = False
         """An agent has seen the job alive since it was granted: from then on their end ends the lease."""
+
+    def perform(self, group: GroupId, effect: ClientEffect) -> None:
+        if isinstance(effect, fx.Grant):
+            self.answers.granted(effect)
+        else:
+            super().perform(group, effect)
 
 
 class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
@@ -125,34 +142,40 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
         for lock in tuple(self._groups):
             held = lock.state.occupancy
             if isinstance(held, Held) and any(h.session == _name(held.job, lock.id) for h in held.holders):
-                self._holders[lock.id] = await self._caller(held.job, lock, peer="before a restart")
+                self._holders[lock.id] = self._admitted(held.job, lock, "before a restart", resuming=True)
 
     # ── the calls ──────────────────────────────────────────────────────────
 
     async def Acquire(self, request: up.AcquireRequest, context: Context) -> up.AcquireResponse:
-        job, lock = await self._checked(request.job_id, request.group_id, context)
-        caller = await self._caller(job, lock, peer=context.peer(), abort=context)
-        with self._in_call(caller, lock):
-            lease = await self._acquire(caller, lock, context)
+        try:
+            job, lock = self._named(request.job_id, request.group_id)
+            caller = self._callers.get((job, lock.id)) or self._admitted(job, lock, context.peer())
+            caller.calls += 1
+            try:
+                grant = await self._acquire(caller, lock, context)
+            finally:
+                caller.calls -= 1
+                self._drop_if_idle(caller, lock)
+        except Refused as refused:
+            await _abort(context, refused)
         return up.AcquireResponse(
-            success=True, waited_ms=round(1000 * lease.waited_s), context_restored=lease.restored
+            success=True, waited_ms=round(1000 * grant.waited), context_restored=grant.restored
         )
 
     async def Yield(self, request: up.YieldRequest, context: Context) -> up.YieldResponse:
-        job, lock = await self._checked(request.job_id, request.group_id, context)
-        state = lock.state
-        depth, now = views.waiting(state), state.occupancy
-        owner = now.job if isinstance(now, Held) else now.incoming if isinstance(now, Swapping) else None
-        caller = self._callers.get((job, lock.id))
-        mine = caller is not None and views.lease_of(state, caller.session.who.session) is not None
-        if owner is not None and (owner != job or (isinstance(now, Held) and not mine)):
-            whose = f"job {owner}" if owner != job else f"another client of job {owner}, with a session"
-            await context.abort(
-                grpc.StatusCode.PERMISSION_DENIED, f"group {lock.id} is held by {whose}, not by this caller"
-            )
-        if caller is not None and mine and isinstance(now, Held):
-            with self._in_call(caller, lock):
-                await self._yield(caller, lock, now, context)
+        try:
+            job, lock = self._named(request.job_id, request.group_id)
+            depth, now = views.waiting(lock.state), lock.state.occupancy
+            caller = self._entitled(job, lock)
+            if caller is not None and isinstance(now, Held):
+                caller.calls += 1
+                try:
+                    await self._yield(caller, lock, now)
+                finally:
+                    caller.calls -= 1
+                    self._drop_if_idle(caller, lock)
+        except Refused as refused:
+            await _abort(context, refused)
         return up.YieldResponse(success=True, pending_waiters=depth, snapshot_deferred=depth == 0)
 
     async def ListGroups(self, request: up.ListGroupsRequest, context: Context) -> up.ListGroupsResponse:
@@ -163,40 +186,45 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
     ) -> up.GetGroupStatusResponse:
         lock = self._groups.get(request.group_id)
         if lock is None:
-            await self._abort(context, self._groups.unknown("", request.group_id).refused)
+            await _abort(context, _refused(self._groups.unknown("", request.group_id).refused))
         since = time.time() - max(0.0, self._clock.now() - lock.state.since)
         return _status(lock.state, since=since)
 
     # ── acquire, yield ─────────────────────────────────────────────────────
 
-    async def _acquire(self, caller: _Caller, lock: GroupLock, context: Context) -> pb.Lease:
-        request = next(self._requests)
+    async def _acquire(self, caller: _Caller, lock: GroupLock, context: Context) -> fx.Grant:
+        request, who = next(self._requests), caller.who
+        event = ev.AcquireRequested(
+            at=self._clock.now(),
+            job=who.job,
+            incarnation=who.incarnation,
+            session=who.session,
+            request=convert.scoped(who.session, request),
+            final=True,
+            node=who.node,
+        )
         answer = caller.answers.expect(request)
-        parent = str(dict(context.invocation_metadata() or ()).get("traceparent", ""))
-        older = _older(caller.session, lock)
+        older = _older(caller, lock) if caller.resumed else []
+        parent = _traceparent(context) if self._verbs.traces else ""
         try:
-            posted = self._verbs.acquire(
-                caller.session, pb.Acquire(request=request, groups=[lock.id], traceparent=parent)
-            )
+            posted = self._verbs.acquire_one(caller, lock, event, parent)
             if posted is not None:
                 posted.add_done_callback(functools.partial(_broken, answer))
             if older:
-                await self._forget(caller.session, older, posted)
-            said = await answer
+                await self._forget(caller, older, posted)
+            grant = await answer
         except asyncio.CancelledError:
             # The call is gone, wherever it stood: in the queue, in a swap, or granted a moment ago.
             gone = pb.Abandon(request=request, reason="its caller cancelled, timed out or vanished")
-            await asyncio.shield(self._verbs.handle(caller.session, pb.ClientMessage(abandon=gone)))
+            await asyncio.shield(self._verbs.handle(caller, pb.ClientMessage(abandon=gone)))
             raise
-        except Ended as stopping:
-            await context.abort(stopping.end.status, stopping.end.message)
         except CosliceError as error:
-            await context.abort(grpc.StatusCode.INTERNAL, str(error))
-        if said.HasField("refused"):
-            await self._abort(context, said.refused)
-        caller.session.asked.pop(convert.scoped(caller.session.who.session, request), None)
-        self._holders[GroupId(lock.id)] = caller
-        return said.granted.leases[0]
+            raise Refused(grpc.StatusCode.INTERNAL, str(error)) from error
+        finally:
+            caller.answers.forget(request)
+        caller.asked.pop(event.request, None)
+        self._holders[lock.id] = caller
+        return grant
 
     async def _forget(
         self, session: Session, older: Iterable[RequestId], posted: "asyncio.Future[None] | None"
@@ -209,8 +237,8 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
             gone = pb.Abandon(request=convert.unscoped(request), reason="its caller called again")
             await self._verbs.handle(session, pb.ClientMessage(abandon=gone))
 
-    async def _yield(self, caller: _Caller, lock: GroupLock, held: Held, context: Context) -> None:
-        who = caller.session.who
+    async def _yield(self, caller: _Caller, lock: GroupLock, held: Held) -> None:
+        who = caller.who
         event = ev.LeaseYielded(at=self._clock.now(), job=who.job, session=who.session, epoch=held.epoch)
         yielded = lock.put(event)
         if caller.calls == 1:  # nobody else of the job is here: its session ends in the same turn
@@ -218,28 +246,38 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
         try:
             await yielded
         except Rejected as refusal:
-            await self._abort(context, convert.rejection("", refusal).refused)
-        caller.session.forget_lease(lock.id, held.epoch)
+            raise _refused(convert.rejection("", refusal).refused) from None
+        caller.forget_lease(lock.id, held.epoch)
 
     # ── who calls ──────────────────────────────────────────────────────────
 
-    async def _checked(self, job: str, group: str, context: Context) -> tuple[JobId, GroupLock]:
+    def _named(self, job: str, group: str) -> tuple[JobId, GroupLock]:
+        lock = self._groups.get(group)
         try:
             name = JobId(check_name("job", job))
-            check_name("group", group)
+            if lock is None:
+                check_name("group", group)
         except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        lock = self._groups.get(group)
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         if lock is None:
-            await self._abort(context, self._groups.unknown("", group).refused)
+            raise _refused(self._groups.unknown("", group).refused)
         return name, lock
 
-    async def _caller(
-        self, job: JobId, lock: GroupLock, *, peer: str, abort: Context | None = None
-    ) -> _Caller:
-        known = self._callers.get((job, lock.id))
-        if known is not None:
-            return known
+    def _entitled(self, job: JobId, lock: GroupLock) -> _Caller | None:
+        """Whose lease a yield ends; None: nobody's, the lock is free or about to be this job's."""
+        now = lock.state.occupancy
+        owner = now.job if isinstance(now, Held) else now.incoming if isinstance(now, Swapping) else None
+        caller = self._callers.get((job, lock.id))
+        if caller is not None and views.lease_of(lock.state, caller.who.session) is None:
+            caller = None
+        if owner is not None and (owner != job or (isinstance(now, Held) and caller is None)):
+            whose = f"job {owner}" if owner != job else f"another client of job {owner}, with a session"
+            text = f"group {lock.id} is held by {whose}, not by this caller"
+            raise Refused(grpc.StatusCode.PERMISSION_DENIED, text)
+        return caller
+
+    def _admitted(self, job: JobId, lock: GroupLock, peer: str, *, resuming: bool = False) -> _Caller:
+        """``resuming``: it held the lock already when the last orchestrator ended."""
         who = convert.Identity(
             job=job,
             incarnation=Incarnation(""),
@@ -249,44 +287,33 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
             start_time=0,
             rank=0,
         )
-        refusal = self._sessions.refusal(who)
-        if refusal is not None and abort is not None:
-            await self._abort(abort, refusal.refused)
-        answers = _Answers()
-        caller = _Caller(self._sessions.admit(who, answers), answers)
-        caller.session.confirms = False
-        self._callers[job, lock.id] = caller
+        if not resuming and (refusal := self._sessions.refusal(who)) is not None:
+            raise _refused(refusal.refused)
+        caller = self._callers[job, lock.id] = _Caller(who)
+        self._sessions.begin(caller, caller.answers)
         if views.knows(lock.state, who.session):  # told, not waited for: what it asks is queued at once
-            caller.session.locks[lock.id] = lock
+            caller.resumed = True
+            caller.locks[lock.id] = lock
             lock.tell(ev.SessionResumed(at=self._clock.now(), session=who.session))
         return caller
 
-    @contextmanager
-    def _in_call(self, caller: _Caller, lock: GroupLock) -> Iterator[None]:
-        caller.calls += 1
-        try:
-            yield
-        finally:
-            caller.calls -= 1
-            self._drop_if_idle(caller, lock)
-
     def _drop_if_idle(self, caller: _Caller, lock: GroupLock) -> None:
         """Neither waiting nor holding: a session that stays would keep the job's name from its next start."""
-        who = caller.session.who
+        who = caller.who
         if caller.calls == 0 and views.lease_of(lock.state, who.session) is None:
             self._close(caller, lock)
 
     def _close(self, caller: _Caller, lock: GroupLock) -> None:
-        if self._callers.get((caller.session.who.job, lock.id)) is caller:
-            del self._callers[caller.session.who.job, lock.id]
-            self._sessions.closed(caller.session, caller.answers)
+        if self._callers.get((caller.who.job, lock.id)) is caller:
+            del self._callers[caller.who.job, lock.id]
+            self._sessions.closed(caller, caller.answers)
 
     def changed(self, group: GroupId) -> None:
         """The group's state changed: has a holder's last process ended, or its lease?"""
         lock, caller = self._groups.get(group), self._holders.get(group)
         if lock is None or caller is None:
             return
-        who = caller.session.who
+        who = caller.who
         if views.lease_of(lock.state, who.session) is None:
             del self._holders[group]
             self._drop_if_idle(caller, lock)
@@ -296,10 +323,18 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
             self._close(caller, lock)
         caller.had_processes = alive
 
-    async def _abort(self, context: Context, refused: pb.Refused) -> NoReturn:
-        status = _STATUS.get(refused.code) or grpc_status(refused.code)
-        await context.abort(status, refused.message)
-        raise AssertionError("abort raises")
+
+def _refused(why: pb.Refused) -> Refused:
+    return Refused(_STATUS.get(why.code) or grpc_status(why.code), why.message)
+
+
+async def _abort(context: Context, refused: Refused) -> NoReturn:
+    await context.abort(refused.status, refused.message)
+    raise AssertionError("abort raises")
+
+
+def _traceparent(context: Context) -> str:
+    return str(dict(context.invocation_metadata() or ()).get("traceparent", ""))
 
 
 def _older(session: Session, lock: GroupLock) -> list[RequestId]:
@@ -308,7 +343,7 @@ def _older(session: Session, lock: GroupLock) -> list[RequestId]:
     return [request for request in mine if request not in session.asked]
 
 
-def _broken(answer: "asyncio.Future[pb.ServerMessage]", posted: "asyncio.Future[None]") -> None:
+def _broken(answer: "asyncio.Future[fx.Grant]", posted: "asyncio.Future[None]") -> None:
     """A driver that stopped answers nobody else; a refusal the session was told."""
     error = None if posted.cancelled() else posted.exception()
     if error is not None and not isinstance(error, Rejected) and not answer.done():

@@ -42,6 +42,8 @@ class Verbs:
         self._groups, self._clock, self._note = groups, clock, note
         self._admission = admission
         self._max_requests, self._traces = max_requests, traces
+        self.traces = traces is not None
+        """Does anybody look at what a request says of its parent?"""
 
     async def handle(self, session: Session, message: pb.ClientMessage) -> None:
         """Apply one message. Malformed content is refused by its request id; nothing is raised for it."""
@@ -78,28 +80,51 @@ class Verbs:
         locks = self._known(session, message.request, message.groups)
         if not locks or self._out_of_order(session, request, locks):
             return None
-        if request not in session.asked and len(session.asked) >= self._max_requests:
-            text = (
-                f"this session has {self._max_requests} requests under way, the limit (max_requests): "
-                "confirm or abandon some first"
-            )
-            session.send(convert.refused(message.request, pb.LIMIT, text, limit=str(self._max_requests)))
+        asked = self._asked(session, request, locks)
+        if asked is None:
             return None
-        asked = session.asked.setdefault(request, Asked(request, locks))
         if asked.locks != locks:
             raise ValueError(f"request {message.request} was made for other groups: use a fresh request id")
         session.locks.update((lock.id, lock) for lock in locks)
         if len(locks) > 1:
             self._acquire_several(session, asked, message)
             return None
-        now, final = self._clock.now(), not session.confirms
-        event = convert.acquire_event(session.who, message, at=now, more=False, final=final)
-        traced = functools.partial(self._traced, locks[0], event, message.traceparent)
-        if not self._admission.passes(session, locks[0], event, entering=traced):
+        event = convert.acquire_event(session.who, message, at=self._clock.now(), more=False)
+        return self._ask(session, locks[0], event, message.traceparent)
+
+    def acquire_one(
+        self, session: Session, lock: GroupLock, event: ev.AcquireRequested, parent: str
+    ) -> "asyncio.Future[None] | None":
+        """As ``acquire``, of one group by a session that asks for no other: there is no order to keep."""
+        if self._asked(session, event.request, (lock,)) is None:
+            return None
+        session.locks[lock.id] = lock
+        return self._ask(session, lock, event, parent)
+
+    def _asked(self, session: Session, request: RequestId, locks: tuple[GroupLock, ...]) -> Asked | None:
+        """None once it is refused: too many."""
+        asked = session.asked.get(request)
+        if asked is None:
+            if len(session.asked) >= self._max_requests:
+                text = (
+                    f"this session has {self._max_requests} requests under way, the limit (max_requests): "
+                    "confirm or abandon some first"
+                )
+                limit = str(self._max_requests)
+                session.send(convert.refused(convert.unscoped(request), pb.LIMIT, text, limit=limit))
+                return None
+            asked = session.asked[request] = Asked(request, locks)
+        return asked
+
+    def _ask(
+        self, session: Session, lock: GroupLock, event: ev.AcquireRequested, parent: str
+    ) -> "asyncio.Future[None] | None":
+        traced = functools.partial(self._traced, lock, event, parent)
+        if not self._admission.passes(session, lock, event, entering=traced):
             return None
         traced()
-        posted = locks[0].put(event)
-        posted.add_done_callback(functools.partial(self._rejected, session, request))
+        posted = lock.put(event)
+        posted.add_done_callback(functools.partial(self._rejected, session, event.request))
         return posted
 
     def _rejected(self, session: Session, request: RequestId, posted: "asyncio.Future[None]") -> None:
