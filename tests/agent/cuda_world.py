@@ -126,7 +126,7 @@ class CudaWorld:
         await self.stop_backend()
         self.backends.clear()
         script = Path(__file__).with_name("cuda_agent.py")
-        path = str(script.parents[1])
+        path = os.pathsep.join((str(script.parents[1]), *filter(None, sys.path)))
         return await asyncio.create_subprocess_exec(
             *(sys.executable, str(script), str(self.folder), ops, *map(str, job.pids)),
             env={**self.node.environment(), "PYTHONPATH": path},

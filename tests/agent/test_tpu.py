@@ -3,14 +3,16 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from agent.cuda_world import look_again
 from agent.process_world import lone_member, node_context
 
 from coslice.agent.backends import tpu
 from coslice.agent.backends.base import MoveError
+from coslice.agent.backends.process_guard import guard_of, is_locked
 from coslice.agent.members import Member
 from coslice.errors import ConfigError
 from coslice.store import Store, make_store
@@ -23,7 +25,7 @@ class TpuWorld:
     def __init__(self, folder: Path) -> None:
         self.folder, self.node, self.devices = folder, folder / "node", folder / "vfio"
         for path in (self.node, self.devices):
-            path.mkdir()
+            path.mkdir(exist_ok=True)
         self.processes: list[asyncio.subprocess.Process] = []
         self.members: list[Member] = []
         self.store: Store | None = None
@@ -63,6 +65,22 @@ class TpuWorld:
         self.members += members
         return members
 
+    async def agent(self, ops: str, members: list[Member]) -> asyncio.subprocess.Process:
+        """Another agent on the same state, in a process that a test may kill."""
+        await self.backend.close()
+        assert self.store is not None
+        await self.store.close()
+        self.store = None
+        pids = ",".join(str(member.pid) for member in members)
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, __file__, str(self.folder), ops, pids),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+    def working(self, members: list[Member]) -> bool:
+        """Does a tool work on them?"""
+        return is_locked(guard_of(self.folder / "run" / "calls", min(member.pid for member in members)))
+
     def where(self, members: list[Member]) -> list[str]:
         return [(self.node / str(member.pid)).read_text() for member in members]
 
@@ -95,6 +113,12 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield made
     finally:
         await made.stop()
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not done():
+            await look_again()
 
 
 def ids(members: list[Member]) -> str:
@@ -181,6 +205,30 @@ async def test_what_was_parked_is_known_to_the_next_agent(world: TpuWorld) -> No
     assert world.where(job) == ["attached"]
 
 
+@pytest.mark.parametrize("action", ["checkpoint", "restore"])
+async def test_a_tool_that_outlives_its_agent_is_waited_for(world: TpuWorld, action: str) -> None:
+    """The agent is killed while the tool works; what that comes to counts, and nothing is asked twice."""
+    job = await world.job("a", 0, 1)
+    if action == "restore":
+        await world.backend.snapshot(job, op="0")
+    (world.node / "hold").touch()
+    agent = await world.agent("snapshot,restore" if action == "restore" else "snapshot", job)
+    await until(lambda: any(call.startswith(action) for call in world.calls()))
+    agent.kill()
+    await agent.wait()
+    await world.start()
+    assert world.backend.holds(job)
+    for move in (world.backend.snapshot, world.backend.restore):
+        with pytest.raises(MoveError, match="out of reach until it ends") as caught:
+            await move(job, op="1")
+        assert not caught.value.lost
+    (world.node / "hold").unlink()
+    await until(lambda: not world.working(job))
+    await world.backend.restore(job, op="2")
+    assert world.where(job) == ["attached"] * 2
+    assert [call.split()[0] for call in world.calls()] == ["checkpoint", "restore"]
+
+
 async def test_without_the_tool_a_snapshot_says_what_is_missing(world: TpuWorld) -> None:
     await world.start(program="no-such-tool")
     job = await world.job("a", 0)
@@ -200,3 +248,16 @@ async def test_settings_that_make_no_sense_are_refused(world: TpuWorld) -> None:
             await world.start(**settings)
         await world.start()
     assert os.access(FAKES / "tpucheckpoint", os.X_OK)
+
+
+async def main(folder: str, ops: str, pids: str) -> None:
+    """An agent's backend in a process of its own, to be killed."""
+    world = TpuWorld(Path(folder))
+    await world.start()
+    members = [lone_member("a", int(pid), backend="tpu") for pid in pids.split(",")]
+    for op in ops.split(","):
+        await getattr(world.backend, op)(members, op=op)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,19 +168,38 @@ async def run_program(command: Sequence[str | Path], *, keep: Sequence[int] = ()
 
     Cancelled, it leaves the program to end by itself, and reaps it.
     """
-    process = await asyncio.create_subprocess_exec(
-        *map(str, command),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        pass_fds=keep,
-        start_new_session=True,
-    )
-    whole = asyncio.ensure_future(process.communicate())
+    with contextlib.ExitStack() as stack:
+        # Not pipes: who writes to one whose reader was killed is killed by it, in the middle of its work.
+        out, err = stack.enter_context(_spool("out")), stack.enter_context(_spool("err"))
+        process = await asyncio.create_subprocess_exec(
+            *map(str, command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            pass_fds=keep,
+            start_new_session=True,
+        )
+        whole = asyncio.ensure_future(_ended(process, out, err, stack.pop_all()))
     _running.add(whole)
     whole.add_done_callback(_running.discard)
-    out, err = await asyncio.shield(whole)
-    return Ended(process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace"))
+    return await asyncio.shield(whole)
 
 
-_running: set["asyncio.Future[tuple[bytes, bytes]]"] = set()
+async def _ended(
+    process: asyncio.subprocess.Process, out: int, err: int, files: contextlib.ExitStack
+) -> Ended:
+    with files:
+        code = await process.wait()
+        return Ended(code, *(os.pread(fd, MESSAGE_MAX, 0).decode(errors="replace") for fd in (out, err)))
+
+
+@contextlib.contextmanager
+def _spool(name: str) -> Iterator[int]:
+    fd = os.memfd_create(f"coslice-program-{name}", os.MFD_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+_running: set["asyncio.Future[Ended]"] = set()

@@ -6,7 +6,6 @@ run initialises CUDA, which takes seconds on a large node: prefer the bindings.
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 import time
@@ -27,9 +26,8 @@ from coslice.agent.backends.cuda_calls import (
     Reply,
     Request,
     State,
-    guard_of,
-    is_locked,
 )
+from coslice.agent.backends.process_guard import guard_of, hold, is_locked
 from coslice.agent.privileged import Ended, run_program
 
 log = logging.getLogger(__name__)
@@ -94,16 +92,12 @@ class CheckpointProgram:
         return await self._await(asyncio.create_task(work), request, deadline=deadline)
 
     def _guard(self, request: Request) -> int:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        guard = os.open(guard_of(self._folder, request.pid), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(guard)
+        guard = hold(self._folder, request.pid)
+        if guard is None:
             raise CallHangs(
                 f"a driver call for process {request.pid} that an earlier agent made still hangs",
                 pid=request.pid,
-            ) from None
+            )
         return guard
 
     async def _await(self, task: "asyncio.Task[Ended]", request: Request, *, deadline: float) -> Reply:

@@ -4,10 +4,7 @@
 Source of names, codes and states: the CUDA driver API's header and reference, "Checkpointing".
 """
 
-import fcntl
-import os
 from enum import IntEnum
-from pathlib import Path
 from typing import Literal, Protocol
 
 from msgspec import Struct
@@ -87,25 +84,6 @@ class Calls(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-def guard_of(folder: Path, pid: int) -> Path:
-    """The file that is locked while a call for the process is under way."""
-    return folder / str(pid)
-
-
-def is_locked(guard: Path) -> bool:
-    try:
-        fd = os.open(guard, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 class UsableError(Exception):

@@ -20,9 +20,8 @@ from coslice.agent.backends.cuda_calls import (
     Reply,
     Request,
     UsableError,
-    guard_of,
-    is_locked,
 )
+from coslice.agent.backends.process_guard import guard_of, is_locked
 from coslice.agent.privileged import Helper, HelperGone
 
 log = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from coslice.agent.backends.base import (
     Snapshotted,
 )
 from coslice.agent.backends.process_backend import ProcessBackend
+from coslice.agent.backends.process_guard import guard_of, hold, is_locked
 from coslice.agent.backends.process_ledger import Entry, Target
 from coslice.agent.backends.settings import settings_of
 from coslice.agent.members import Member
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 _THREAD = re.compile(rb"^libtpu[0-9a-f]{8}$")
 _FAILED = re.compile(r"^tpucheckpoint: pid (\d+): (.*)$", re.MULTILINE)
+_PART = "only a part of its processes could be checkpointed, and a slice comes back whole or not at all"
 GRACE = 30.0
 """Beyond the tool's own timeout before it counts as hanging."""
 
@@ -66,6 +68,7 @@ class TpuBackend(ProcessBackend):
     def __init__(self, node: NodeContext, settings: Settings) -> None:
         super().__init__("tpu", node, patience=GRACE)
         self.settings = settings
+        self._calls = Path(node.config.runtime_dir) / "calls"
 
     def capabilities(self) -> Capabilities:
         return Capabilities(name="tpu", whole_process=True, collective=True)
@@ -75,24 +78,50 @@ class TpuBackend(ProcessBackend):
         return max(2 * rules.checkpoint_seconds, rules.gate_seconds + rules.restore_seconds) + 2 * GRACE
 
     async def start(self) -> None:
-        """A restore that was under way when the last agent ended may have happened or not, and asking again
-        could destroy the slice's state: such a job is at fault."""
+        """What the last agent left half done is looked at. While a tool that it started still works nobody
+        can tell, and the job counts as parked, so that a restore is what is asked for first."""
         for entry in self._ledger:
-            alive = [target for target in entry.targets if target.alive]
-            if not alive:
+            if not any(target.alive for target in entry.targets):
                 await self._ledger.drop(entry.key)
-            elif entry.phase == "returning" and not entry.fault:
-                if all(_groups(target.pid, self.settings.devices) for target in alive):
-                    await self._ledger.drop(entry.key)  # they are back on their devices
-                else:
-                    why = "the agent ended during its restore, which may not be asked for twice"
-                    await self._ledger.step(entry, "parked", fault=why)
+            elif not self._working(entry):
+                await self._settled(entry)
             elif entry.phase == "leaving":
-                away = any(not _groups(target.pid, self.settings.devices) for target in alive)
-                if away:
-                    await self._ledger.step(entry, "parked")
-                else:
-                    await self._ledger.drop(entry.key)
+                await self._ledger.step(entry, "parked")
+
+    async def _settled(self, entry: Entry) -> Entry | None:
+        """What has come of an operation of which nobody saw the end; None: all are on their devices.
+
+        A restore that was begun may have happened or not, and asking again could destroy the slice's state:
+        such a job is at fault."""
+        alive = [target for target in entry.targets if target.alive]
+        away = [target for target in alive if not _groups(target.pid, self.settings.devices)]
+        if entry.fault or not alive:
+            return entry
+        if not away:
+            await self._ledger.drop(entry.key)
+            return None
+        if entry.phase == "returning":
+            why = "its restore was not seen to its end, and may not be asked for twice"
+            return await self._ledger.step(entry, "parked", fault=why)
+        if len(away) < len(alive):
+            return await self._ledger.step(entry, "parked", fault=_PART)
+        return await self._ledger.step(entry, "parked") if entry.phase == "leaving" else entry
+
+    async def _known(self, members: Sequence[Member]) -> Entry | None:
+        """What is parked of the job. Raises ``MoveError`` while a tool still works on it."""
+        entry = self._entry(members)
+        if entry is None:
+            return None
+        if self._working(entry):
+            raise MoveError(
+                f"an earlier {Path(self.settings.program).name} for {entry.job} still works: its processes "
+                "are out of reach until it ends",
+                pid=entry.targets[0].pid,
+            )
+        return await self._settled(entry)
+
+    def _working(self, entry: Entry) -> bool:
+        return is_locked(guard_of(self._calls, _first(entry.targets)))
 
     # ── the protocol ───────────────────────────────────────────────────────
 
@@ -126,8 +155,8 @@ class TpuBackend(ProcessBackend):
 
     async def _snapshot(self, members: Sequence[Member], op: str) -> Snapshotted:
         began = time.monotonic()
+        entry = await self._known(members)
         live = await self._attached(members)
-        entry = self._entry(members)
         if not live:
             self._mark(members, parked=entry is not None)
             return Snapshotted(bytes=0, residual=0, seconds=time.monotonic() - began)
@@ -137,9 +166,9 @@ class TpuBackend(ProcessBackend):
             )
         async with self._hooks.around(members, op):
             entry = await self._ledger.put(self._new_entry(members, op, tuple(live)))
-            failed = await self._checkpoint(live)
+            failed = await self._checkpoint(entry, live)
             if failed:  # only those, and only once more
-                failed = await self._checkpoint([target for target in live if target.pid in failed])
+                failed = await self._checkpoint(entry, [each for each in live if each.pid in failed])
             left = [target for target in live if _groups(target.pid, self.settings.devices)]
             if failed or left:
                 await self._undo(entry, live, left)
@@ -154,10 +183,10 @@ class TpuBackend(ProcessBackend):
         self._mark(members, parked=True)
         return Snapshotted(bytes=0, residual=0, seconds=time.monotonic() - began)
 
-    async def _checkpoint(self, targets: Sequence[Target]) -> dict[int, str]:
+    async def _checkpoint(self, entry: Entry, targets: Sequence[Target]) -> dict[int, str]:
         """Why, by pid, for those that failed."""
         seconds = self.settings.checkpoint_seconds
-        ended = await self._run("checkpoint", [target.pid for target in targets], seconds)
+        ended = await self._run(entry, "checkpoint", [target.pid for target in targets], seconds)
         failed = {int(pid): why for pid, why in _FAILED.findall(ended.err)}
         if ended.code and not failed:
             why = ended.err.strip() or f"{self.settings.program} ended with status {ended.code}"
@@ -169,9 +198,8 @@ class TpuBackend(ProcessBackend):
         if len(left) == len(live):
             await self._ledger.drop(entry.key)
             return
-        why = "only a part of its processes could be checkpointed, and a slice comes back whole or not at all"
-        log.error("job %s: %s", entry.job, why)
-        await self._ledger.step(entry, "parked", fault=why)
+        log.error("job %s: %s", entry.job, _PART)
+        await self._ledger.step(entry, "parked", fault=_PART)
 
     def _clear_lock_files(self, targets: Iterable[Target]) -> None:
         """The runtime's lock file outlives its owner's hold of the device and stops whoever comes next."""
@@ -184,7 +212,7 @@ class TpuBackend(ProcessBackend):
 
     async def _restore(self, members: Sequence[Member], op: str) -> Restored:
         began = time.monotonic()
-        entry = self._entry(members)
+        entry = await self._known(members)
         if entry is not None:
             if entry.fault:
                 raise MoveError(f"the state of {entry.job} is lost: {entry.fault}", lost=True)
@@ -205,7 +233,7 @@ class TpuBackend(ProcessBackend):
         entry = await self._ledger.step(entry, "returning", op=op)
         pids = [target.pid for target in entry.targets]
         try:
-            ended = await self._run("restore", pids, self.settings.restore_seconds)
+            ended = await self._run(entry, "restore", pids, self.settings.restore_seconds)
         except MoveError as error:
             await self._ledger.step(entry, "parked", fault=str(error))
             raise
@@ -230,15 +258,18 @@ class TpuBackend(ProcessBackend):
 
     # ── small parts ────────────────────────────────────────────────────────
 
-    async def _run(self, action: str, pids: Sequence[int], seconds: float) -> Ended:
+    async def _run(self, entry: Entry, action: str, pids: Sequence[int], seconds: float) -> Ended:
         """Raises ``MoveError`` if the tool cannot be started or does not end."""
         program = shutil.which(self.settings.program)
         if program is None:
             raise MoveError(f"{self.settings.program} is not found: install it, or set backend tpu:program=…")
         words = ["--action", action, "--pid", ",".join(map(str, pids)), "--timeout", f"{seconds:g}"]
+        guard = hold(self._calls, _first(entry.targets))
+        if guard is None:
+            raise MoveError(f"another {self.settings.program} works on {entry.job}", pid=pids[0])
         try:
             async with asyncio.timeout(seconds + GRACE):
-                return await run_program([program, *words])
+                return await run_program([program, *words], keep=(guard,))
         except TimeoutError:
             raise MoveError(
                 f"{self.settings.program} did not {action} processes {', '.join(map(str, pids))} within "
@@ -246,9 +277,16 @@ class TpuBackend(ProcessBackend):
                 lost=action == "restore",
                 pid=pids[0],
             ) from None
+        finally:
+            os.close(guard)  # the tool has it too
 
     async def _attached(self, members: Sequence[Member]) -> list[Target]:
         return await asyncio.to_thread(attached, members, self.settings.devices)
+
+
+def _first(targets: Sequence[Target]) -> int:
+    """The process by which the calls for a slice are guarded."""
+    return min(target.pid for target in targets)
 
 
 def attached(members: Sequence[Member], devices: str) -> list[Target]:
