@@ -13,7 +13,8 @@ import coslice
 from coslice.cli.plan import groups_given
 from coslice.cli.regroup import _with_devices_of
 from coslice.cli.rpc import group_status
-from coslice.cli.up import UpOptions, _group
+from coslice.cli.up import UpOptions, _group, run_agent
+from coslice.errors import ConfigError
 from coslice.wire.v1 import coslice_pb2 as pb
 
 BOUND = 60.0
@@ -25,9 +26,10 @@ class Up:
         self.file = folder / "groups.toml"
         self.folder, self.process = folder, None
 
-    def start(self) -> None:
-        command = [*COSLICE, "up", "--json", "--listen", "127.0.0.1:0", "--agent-listen", "127.0.0.1:0"]
-        command += ["--device", "host", "--state", str(self.folder / "state"), "--groups", str(self.file)]
+    def start(self, what: str = "up") -> None:
+        command = [*COSLICE, what, "--json", "--listen", "127.0.0.1:0"]
+        command += ["--state", str(self.folder / "state"), "--groups", str(self.file)]
+        command += ["--agent-listen", "127.0.0.1:0", "--device", "host"] if what == "up" else []
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, text=True, env=ENVIRONMENT, **pipes)
         assert self.process.stdout is not None
@@ -60,6 +62,30 @@ def up(tmp_path: Path) -> Iterator[Up]:
     if made.process is not None:
         made.process.kill()
         made.process.communicate()
+
+
+def test_a_separate_orchestrator_keeps_what_the_file_says_of_policies(up: Up) -> None:
+    nodes = 'nodes = ["n0", "n1"]\n'
+    up.write(BASE.format("one", 0) + nodes + 'policy = "fifo"\nadmission = "warn"\n')
+    up.start("orchestrator")
+    assert [(name, one.policy, one.admission.mode) for name, one in up.groups().items()] == [
+        ("one", "fifo", "warn")
+    ]
+    up.write(BASE.format("two", 0) + nodes, BASE.format("one", 1) + nodes + 'policy = "least_recent"\n')
+    assert "group two is new" in up.hang_up()[-1]
+    assert {name: one.policy for name, one in up.groups().items()} == {
+        "one": "least_recent",
+        "two": "fair_share",
+    }
+    up.write('[[groups]]\nname = "two"\npolicy = "nonsense"\n')
+    assert up.hang_up()[0].startswith("groups are as before: ")
+    assert up.groups()["two"].policy == "fair_share"
+
+
+@pytest.mark.parametrize("said", ["policy=fifo", "admission=warn", "max_slowdown=1.2"])
+def test_an_agent_says_whose_a_policy_is(said: str) -> None:
+    with pytest.raises(ConfigError, match="that is the orchestrator's"):
+        run_agent(UpOptions(groups=(f"one:memory=16MiB:{said}",), device="host", node="n0"))
 
 
 def test_groups_come_change_and_go_but_for_those_in_use(up: Up) -> None:

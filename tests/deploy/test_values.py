@@ -209,6 +209,7 @@ def test_every_value_is_in_the_table_and_in_the_documentation() -> None:
             {"tls.perNode": True, "tls.nodes": ["n"], "agent.affinity": AFFINITY},
             "leave agent.affinity.nodeAffinity out",
         ),
+        ({"agent.groups": ["train:policy=fifo"]}, "/agent/groups"),
         ({"tls.nodes": ["n", "n"]}, "/tls/nodes"),
         ({"tls.nodes": ["n" * 64]}, "/tls/nodes"),
         ({"dra.claims": [{"name": "x"}]}, "count"),

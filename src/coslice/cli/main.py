@@ -315,6 +315,13 @@ def orchestrator(
     policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fair_share",
     admission: Admission = "off",
     max_slowdown: MaxSlowdown = 1.10,
+    groups: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What the groups file of the agents says of policy, admission and max_slowdown.",
+        ),
+    ] = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
@@ -346,6 +353,7 @@ def orchestrator(
         http=http,
         otlp=otlp,
         settings=tuple(set_ or ()),
+        groups_file=groups,
         json=json,
     )
 

@@ -132,3 +132,10 @@ def groups_given(group: list[str] | None, file: Path | None, *, node: str | None
     from coslice.plan.groupsfile import group_options
 
     return tuple(group_options(file, node or socket.gethostname().split(".")[0]))
+
+
+def every_group(file: Path) -> tuple[str, ...]:
+    """For ``coslice orchestrator``: the groups of all nodes in a file."""
+    from coslice.plan.groupsfile import every_option
+
+    return tuple(every_option(file))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coslice.agent.app import AgentApp
 from coslice.agent.config import GroupDevices
-from coslice.cli.plan import groups_given
+from coslice.cli.plan import every_group, groups_given
 from coslice.core.ids import GroupId
 from coslice.errors import ConfigError
 from coslice.orchestrator.app import OrchestratorApp
@@ -83,6 +83,26 @@ class GroupsFile:
         if self._orchestrator is None:
             return ""
         return await self._orchestrator.delete_idle(name, "it is not in the groups file any more")
+
+
+class Policies:
+    """The same for ``coslice orchestrator``: which nodes serve a group, and with what, their agents say."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        orchestrator: OrchestratorApp,
+        configs: Callable[[tuple[str, ...]], tuple[GroupConfig, ...]],
+    ) -> None:
+        self._path, self._orchestrator, self._configs = path, orchestrator, configs
+
+    async def reload(self) -> list[str]:
+        """As above. A group that the file does not name any more goes on as it was."""
+        read = {config.id: config for config in self._configs(every_group(self._path))}
+        known = {config.id: config for config in self._orchestrator.config.groups}
+        done = self._orchestrator.regroup(tuple((known | read).values()))
+        return [*done, *(f"group {name} is new" for name in read if name not in known)]
 
 
 def _by_name(lines: Sequence[str]) -> dict[str, str]:

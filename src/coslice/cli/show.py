@@ -89,6 +89,9 @@ def _group(group: pb.GroupStatus, now: float) -> Table:
         state = f"[red]faulted[/red]: {escape(job.fault)}" if job.fault else escape(job.where) or "nowhere"
         size = format_size(job.bytes) if job.where else ""
         table.add_row(escape(job.job), lock, state, size, escape(wait))
+    if not about.nodes:
+        said = "[yellow]no node serves it: start an agent that offers it[/yellow]"
+        table.add_row("[dim]nodes[/dim]", "", said, "", "")
     for node in about.nodes:
         budget = f"{format_size(node.device_used)} of {format_size(node.device_budget)}"
         line = f"device {budget}, {_host(node)}" if node.attached else "[red]no agent attached[/red]"

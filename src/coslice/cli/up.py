@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,8 @@ from coslice.admission.model import MODES, Mode
 from coslice.agent.app import AgentApp
 from coslice.agent.backends.resolve import parse_backends
 from coslice.agent.config import AgentConfig, Follow, GroupDevices
-from coslice.cli.regroup import GroupsFile
+from coslice.cli.plan import every_group
+from coslice.cli.regroup import GroupsFile, Policies
 from coslice.cli.settings import Settings, applied, parse_settings
 from coslice.core.ids import GroupId, NodeId, check_name
 from coslice.core.policy import policy_named
@@ -104,7 +105,7 @@ class Serving(NamedTuple):
     """Their end is the end of the process."""
     parts: Sequence[Part]
     """All that are told to read their files again."""
-    groups: GroupsFile | None = None
+    groups: GroupsFile | Policies | None = None
 
 
 def run_up(options: UpOptions) -> None:
@@ -163,9 +164,16 @@ def run_orchestrator(
     http: str | None = None,
     otlp: str | None = None,
     settings: tuple[str, ...] = (),
+    groups_file: Path | None = None,
     json: bool,
 ) -> None:
     name = _policy(policy)
+    said = UpOptions(admission=admission, max_slowdown=max_slowdown)
+
+    def configs(groups: Iterable[str]) -> tuple[GroupConfig, ...]:
+        return tuple(_group(spec, said, name) for spec in groups)
+
+    groups = configs(every_group(groups_file)) if groups_file is not None else ()
     times = parse_settings(settings, OrchestratorConfig)
     sight = _Sight(http, otlp, security, service="coslice-orchestrator")
     sys.setswitchinterval(SERVER_S)
@@ -178,7 +186,7 @@ def run_orchestrator(
             advertise=advertise,
             leader_ttl=leader_ttl,
             journal=str(folder / "journal.jsonl"),
-            groups=(),
+            groups=groups,
             open_groups=True,
             default_policy=name,
             default_admission=_mode(admission),
@@ -196,7 +204,10 @@ def run_orchestrator(
                 {"ready": True, "orchestrator": app.address, "agents": app.agents_address, **sight.data()},
                 f"orchestrator at [b]{app.address}[/b]{agents}{role}{sight.text()}",
             )
-            return Serving((app,), (*sight.parts(), app))
+            policies = None
+            if groups_file is not None:
+                policies = Policies(groups_file, orchestrator=app, configs=configs)
+            return Serving((app,), (*sight.parts(), app), policies)
 
         _run_until_signal(serve)
 
@@ -207,6 +218,7 @@ def run_agent(options: UpOptions) -> None:
     if options.direct and options.topology:
         raise ConfigError("--direct serves no group: leave out --topology, or --direct")
     devices = () if options.direct or (options.topology and not options.groups) else _devices(options)
+    elsewhere = _not_the_agents(options)
     settings = parse_settings(options.settings, AgentConfig)
     sight = _Sight(options.http, options.otlp, options.security, service="coslice-agent")
     with _StateDir(options.state, f"agent-{_node(options)}", ephemeral=options.ephemeral) as folder:
@@ -224,7 +236,7 @@ def run_agent(options: UpOptions) -> None:
                 {"ready": True, "agent": agent.address, "node": _node(options), **sight.data()},
                 f"agent of node [b]{_node(options)}[/b] at [b]{agent.address}[/b], "
                 f"{'moving state on request' if options.direct else f'dialling {options.listen}'}"
-                f"{sight.text()}",
+                f"{sight.text()}{elsewhere}",
             )
             return Serving((agent,), (*sight.parts(), agent), _groups_file(options, agent))
 
@@ -273,6 +285,28 @@ def _group(spec: str, options: UpOptions, policy: str) -> GroupConfig:
         admission=_mode(values.get("admission") or options.admission),
         max_slowdown=max_slowdown,
     )
+
+
+def _not_the_agents(options: UpOptions) -> str:
+    """What is said of groups that only their orchestrator can keep, for people. Raises ``ConfigError`` where
+    it is said to this agent alone."""
+    said = [
+        (name, key)
+        for name, values in map(_settings, options.groups)
+        for key in values
+        if key in ("policy", "admission", "max_slowdown")
+    ]
+    if not said:
+        return ""
+    if options.groups_file is None:
+        name, key = said[0]
+        raise ConfigError(
+            f"--group {name}:{key}=…: that is the orchestrator's, not an agent's. Say it there: coslice "
+            f"orchestrator --groups FILE, or --{key.replace('_', '-')} for all groups"
+            + (f"; while it runs: coslice policy set {name} POLICY" if key == "policy" else "")
+        )
+    keys = ", ".join(sorted({key for _, key in said}))
+    return f"\n  {keys} of its groups hold where coslice orchestrator reads the same --groups file"
 
 
 def _groups_file(

@@ -14,6 +14,7 @@ devices = [[0]]            # of each of these nodes
 
 import json
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -44,7 +45,8 @@ def format_groups(plan: Plan) -> str:
     """Groups that the cluster has no room for are left out, with a comment."""
     lines = [
         f"# Which jobs take turns, by coslice plan: slowdown at most {plan.max_slowdown:g}, {plan.swap}.",
-        "# Start them with: coslice up --groups THIS; then: coslice run --group NAME --job JOB -- …",
+        "# Start them with: coslice up --groups THIS (several nodes: coslice orchestrator --groups THIS,",
+        "# and on each coslice agent --groups THIS); then: coslice run --group NAME --job JOB -- …",
     ]
     for group in plan.detail:
         if (why := plan.unplaced.get(group.name)) is not None:
@@ -96,8 +98,17 @@ def group_options(path: Path, node: str) -> list[str]:
     elif len(named) > 1:
         raise ConfigError(
             f"{path} is for the nodes {', '.join(named)}, and this is {node}: run coslice orchestrator, and "
-            "on each node coslice agent --node NAME --groups FILE; or put this node's name into the file"
+            "on each node coslice agent --node NAME, both with --groups FILE; or name this node in it"
         )
+    return _options(groups)
+
+
+def every_option(path: Path) -> list[str]:
+    """The groups of all nodes, in the same form. Raises ``ConfigError``."""
+    return _options(read_groups(path))
+
+
+def _options(groups: Iterable[GroupEntry]) -> list[str]:
     options = []
     for group in groups:
         option = group.name
