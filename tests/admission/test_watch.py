@@ -9,8 +9,8 @@ from coslice.admission.trail import KNOWN
 from coslice.admission.watch import Watch
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.group_state import Group
-from coslice.core.ids import Incarnation, JobId
+from coslice.core.group_state import Group, Held
+from coslice.core.ids import Incarnation, JobId, NodeId
 from coslice.core.outcome import Step
 from coslice.profile.cycle import cycles
 from coslice.profile.given import given_profile
@@ -159,6 +159,36 @@ def test_a_turn_that_was_cut_off_says_nothing() -> None:
     engine.run()
     assert len(watch.trails[engine.runs["b"].name].cycles) >= KNOWN  # type: ignore[index]
     assert not watch.trails[engine.runs["a"].name].known  # type: ignore[index]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_wait_for_maintenance_is_not_the_other_jobs_fault(told: bool) -> None:
+    """A job that holds for long stands for the maintenance, of which the lock hears or not."""
+
+    class Maintained(Onlooker):
+        out = False
+
+        def heard(self, lock: Lock, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
+            super().heard(lock, event, step)
+            on = step.state.occupancy
+            out = isinstance(on, Held) and on.job.startswith("m")
+            if told and out is not self.out:
+                kind = ev.NodeDrained if out else ev.NodeUndrained
+                self.watch.heard(kind(at=event.at, node=NodeId("n0")), (), step.state)
+            self.out = out
+
+    gate = Maintained()
+    scenario = Scenario(
+        pools=(spec.Pool(name="pool"),),
+        jobs=(alternating("a", 40.0, 60.0), alternating("m", 5000.0, 2000.0)),
+        until=20_000.0,
+    )
+    engine = Engine(scenario, gate=gate)
+    engine.run()
+    trail = gate.watch.trails[engine.runs["a"].name]  # type: ignore[index]
+    assert len(trail.cycles) >= KNOWN
+    worst = max(cycle.shared / cycle.alone for cycle in trail.cycles)
+    assert (worst < 1.1) is told
 
 
 def test_a_profile_of_what_was_seen_plays_like_the_job_itself() -> None:

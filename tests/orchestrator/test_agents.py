@@ -200,3 +200,22 @@ async def test_nodes_with_state_on_disk_are_told_who_is_next(world: World) -> No
     await a.give(granted)
     await spills.wait_for(lambda: spills.expected == ["job-b", "job-c"])
     assert other.expected == []
+
+
+async def test_a_drained_node_is_not_told_who_is_next(world: World) -> None:
+    await world.start()
+    out, serves = await world.agent(node="n0"), await world.agent(node="n1")
+    for node in (out, serves):
+        node.on_disk = 1 << 20
+        node.push("pool")
+    a, b, c = [await world.client(job) for job in ("job-a", "job-b", "job-c")]
+    await a.until("pool", lambda s: all(node.disk_used_bytes for node in s.nodes))
+    await a.stub.Drain(pb.DrainRequest(node="n0"))
+    granted = await a.acquire("pool")
+    await b.ask("pool")
+    await serves.wait_for(lambda: serves.expected == ["job-b"])
+    await a.stub.Drain(pb.DrainRequest(node="n0", undo=True))
+    await c.ask("pool")
+    await a.give(granted)
+    await out.wait_for(lambda: bool(out.expected))
+    assert out.expected == ["job-c"]

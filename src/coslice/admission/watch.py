@@ -3,7 +3,8 @@ change of hands takes.
 
 Fed with every event and what the core made of it, in the same place as the journal, so that nothing is
 measured twice. Waits and swaps do not count into a job's own time, nor does a wait at the door because
-admission queued it. Decides nothing; a few dictionary accesses an event."""
+admission queued it; cycles in which a node went out for maintenance or came back do not count at all. Decides
+nothing; a few dictionary accesses an event."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -57,6 +58,9 @@ class Watch:
             self._heard_ask(event, effects, group)
         elif isinstance(event, ev.AcquireAbandoned):
             self._heard_gone(group)
+        elif isinstance(event, (ev.NodeDrained, ev.NodeUndrained)):
+            for trail in self.trails.values():
+                trail.cut()
         now, held = group.occupancy, self._held
         if now is self._seen:
             return None

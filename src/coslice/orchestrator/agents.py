@@ -61,7 +61,8 @@ class Agents:
             link.outbox.put(pb.AgentCommand(forget_job=pb.ForgetJob(group=group, job=effect.job)))
 
     def changed(self, group: GroupId) -> None:
-        """Tell nodes that have saved state on disk who is next, so that it can be fetched meanwhile."""
+        """Tell nodes that have saved state on disk who is next, so that it can be fetched meanwhile. Not
+        drained ones: nobody is next there."""
         lock = self._groups.get(group)
         if lock is None or not lock.state.waiters:
             self._expected.pop(group, None)
@@ -71,7 +72,9 @@ class Agents:
             return
         self._expected[group] = job
         for view in lock.state.views:
-            if view.facts.disk_used and (link := self._links.get(view.node)) and group in link.locks:
+            if not view.facts.disk_used or drain_of(lock.state, view.node) is not None:
+                continue
+            if (link := self._links.get(view.node)) and group in link.locks:
                 link.outbox.put(pb.AgentCommand(expect=pb.Expect(group=group, job=job)))
 
     def refusal(self, hello: pb.AgentHello) -> str | None:
