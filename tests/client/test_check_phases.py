@@ -3,10 +3,17 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from coslice.cli.check_phases import check_phases
+from coslice.errors import ConfigError
+
+GROUPS = ("trainer", "sampler")
 
 RIGHT = """
 import time, coslice
@@ -49,6 +56,38 @@ optimizer.step()
 model(torch.ones(4))
 """
 
+NEVER_ACQUIRED = """
+import coslice
+coslice.connect().yield_("trainer")
+"""
+
+ROLES_IN_THE_WRONG_ORDER = """
+from coslice.client.phases import PhaseCallback
+callback = PhaseCallback.from_env()
+callback.on_phase_begin("generate")
+callback.on_phase_begin("train")
+"""
+
+TORN = """
+import glob, os, signal, coslice
+orchestrator = coslice.connect()
+orchestrator.acquire("trainer", phase="train")
+if (child := os.fork()) == 0:
+    with orchestrator.on_accelerators(group="sampler", phase="generate"): pass
+    own, = glob.glob(f"{os.environ['COSLICE_RECORD_PHASES']}/{os.getpid()}-*")
+    os.truncate(own, os.path.getsize(own) - 40)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(child, 0)
+orchestrator.yield_("trainer")
+print(child)
+"""
+
+FAILS = """
+import coslice
+with coslice.connect().on_accelerators(group="trainer", phase="a[/b]"):
+    raise ValueError("of its own")
+"""
+
 CALLBACK = """
 from coslice.client.phases import PhaseCallback
 callback = PhaseCallback.from_env()
@@ -71,28 +110,41 @@ asyncio.run(main())
 """
 
 
-def checked(tmp_path: Path, program: str, *options: str) -> tuple[int, dict[str, Any], Path, str]:
-    script, report = tmp_path / "job.py", tmp_path / "report.json"
-    script.write_text(program.lstrip())
-    command = [sys.executable, "-m", "coslice.cli.main", "check-phases", "--json", str(report), *options]
-    ended = subprocess.run(
-        [*command, "--", sys.executable, str(script)], capture_output=True, text=True, check=False
-    )
-    assert report.exists(), ended.stderr
-    return ended.returncode, json.loads(report.read_text()), script, ended.stdout
+@dataclass
+class Checked:
+    status: int
+    report: dict[str, Any]
+    script: Path
+    out: str
+    err: str
+
+
+Check = Callable[..., Checked]
+
+
+@pytest.fixture
+def check(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Check:
+    def check(program: str, *, swap_s: float = 0.0) -> Checked:
+        script, report = tmp_path / "job.py", tmp_path / "report.json"
+        script.write_text(program.lstrip())
+        status = check_phases([sys.executable, str(script)], groups=GROUPS, swap_s=swap_s, out=report)
+        return Checked(status, json.loads(report.read_text()), script, *capfd.readouterr())
+
+    return check
 
 
 def line_of(program: str, text: str) -> int:
     return next(n for n, line in enumerate(program.lstrip().splitlines(), 1) if text in line)
 
 
-def test_a_job_without_a_problem(tmp_path: Path) -> None:
-    status, report, script, _ = checked(tmp_path, RIGHT, "--swap-s", "0.001")
-    assert (status, report["findings"]) == (0, [])
-    phases = {phase["name"]: phase for phase in report["phases"]}
+def test_a_job_without_a_problem(check: Check) -> None:
+    found = check(RIGHT, swap_s=0.001)
+    assert (found.status, found.report["findings"]) == (0, [])
+    phases = {phase["name"]: phase for phase in found.report["phases"]}
     assert phases["sync"]["groups"] == ["trainer", "sampler"]
     assert len(phases["train"]["seconds"]) == 2
-    assert phases["train"]["where"].startswith(str(script))
+    assert phases["train"]["where"].startswith(str(found.script))
+    assert "no problem found" in found.out
 
 
 @pytest.mark.parametrize(
@@ -101,49 +153,88 @@ def test_a_job_without_a_problem(tmp_path: Path) -> None:
         (WRONG_ORDER, "lock-order", "train", 'phase="train"'),
         (LEAK, "leak", "train", "acquire"),
         (KILLED, "leak", "train", "acquire"),
-        (OUTSIDE, "outside", "", "optimizer.step()"),
+        (NEVER_ACQUIRED, "not-held", "", "yield_"),
+        (ROLES_IN_THE_WRONG_ORDER, "lock-order", "train", '"train"'),
     ],
-    ids=["order", "leak", "killed", "outside"],
+    ids=["order", "leak", "killed", "not held", "roles"],
 )
 def test_a_wrong_job_is_told_rule_phase_and_line(
-    tmp_path: Path, program: str, rule: str, phase: str, text: str
+    check: Check, program: str, rule: str, phase: str, text: str
 ) -> None:
-    status, report, script, shown = checked(tmp_path, program, "--swap-s", "0")
-    assert status != 0
-    found = [f for f in report["findings"] if f["rule"] == rule]
-    assert found, report
-    assert found[0]["phase"] == phase
-    assert found[0]["where"] == f"{script}:{line_of(program, text)}"
-    assert rule in shown
+    found = check(program)
+    assert found.status != 0
+    told = [f for f in found.report["findings"] if f["rule"] == rule]
+    assert told, found.report
+    assert told[0]["phase"] == phase
+    assert told[0]["where"] == f"{found.script}:{line_of(program, text)}"
+    assert rule in found.out
 
 
-def test_a_phase_that_a_loop_or_a_pool_runs_is_where_it_is_defined(tmp_path: Path) -> None:
-    _, report, script, _ = checked(tmp_path, IN_A_TASK, "--swap-s", "0")
-    where = {phase["name"]: phase["where"] for phase in report["phases"]}
+def test_every_line_of_work_outside_is_told_once(check: Check) -> None:
+    found = check(OUTSIDE)
+    assert found.status == 1
+    told = [(f["where"], f["phase"]) for f in found.report["findings"] if f["rule"] == "outside"]
+    step = line_of(OUTSIDE, "optimizer.step()")
+    assert told == [(f"{found.script}:{line}", "") for line in (step, step + 1)]
+
+
+def test_a_phase_that_a_loop_or_a_pool_runs_is_where_it_is_defined(check: Check) -> None:
+    found = check(IN_A_TASK)
+    where = {phase["name"]: phase["where"] for phase in found.report["phases"]}
     assert where == {
-        "generate": f"{script}:{line_of(IN_A_TASK, 'sampler')}",
-        "train": f"{script}:{line_of(IN_A_TASK, 'trainer')}",
+        "generate": f"{found.script}:{line_of(IN_A_TASK, 'sampler')}",
+        "train": f"{found.script}:{line_of(IN_A_TASK, 'trainer')}",
     }
 
 
-def test_every_line_of_work_outside_is_told_once(tmp_path: Path) -> None:
-    _, report, script, _ = checked(tmp_path, OUTSIDE, "--swap-s", "0")
-    lines = [f["where"] for f in report["findings"] if f["rule"] == "outside"]
-    assert lines == [f"{script}:{line_of(OUTSIDE, 'optimizer.step()')}", f"{script}:9"]
+def test_short_phases_are_reported_with_their_median(check: Check) -> None:
+    found = check(RIGHT, swap_s=30)
+    assert found.status == 1
+    told = {(f["rule"], f["phase"]) for f in found.report["findings"]}
+    assert told == {("short", "sync"), ("short", "train")}
 
 
-def test_short_phases_are_reported_with_their_median(tmp_path: Path) -> None:
-    status, report, _, _ = checked(tmp_path, RIGHT, "--swap-s", "30")
-    assert status == 1
-    assert {(f["rule"], f["phase"]) for f in report["findings"]} == {("short", "sync"), ("short", "train")}
-
-
-def test_phase_callbacks_are_enabled_in_a_check(tmp_path: Path) -> None:
-    _, report, script, _ = checked(tmp_path, CALLBACK, "--swap-s", "0")
-    assert [(p["name"], p["groups"]) for p in report["phases"]] == [("weight_sync", ["trainer", "sampler"])]
-    assert report["phases"][0]["where"] == f"{script}:{line_of(CALLBACK, 'begin')}"
+def test_phase_callbacks_are_enabled_in_a_check(check: Check) -> None:
+    found = check(CALLBACK)
+    phases = found.report["phases"]
+    assert [(p["name"], p["groups"]) for p in phases] == [("weight_sync", ["trainer", "sampler"])]
+    assert phases[0]["where"] == f"{found.script}:{line_of(CALLBACK, 'begin')}"
 
 
 def test_the_jobs_own_failure_is_its_status(tmp_path: Path) -> None:
-    status, report, _, _ = checked(tmp_path, "raise SystemExit(7)")
-    assert (status, report["status"]) == (7, 7)
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "coslice.cli.main", "check-phases", "--json", str(report)]
+    ended = subprocess.run(
+        [*command, "--", "sh", "-c", "exit 7"], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, json.loads(report.read_text())["status"]) == (7, 7)
+    assert ended.stderr == "coslice: the command ended with status 7 before it entered a phase\n"
+
+
+def test_a_phase_that_an_exception_ended_is_not_too_short(check: Check) -> None:
+    found = check(FAILS, swap_s=30)
+    assert (found.status, found.report["findings"]) == (1, [])
+    assert f"phase a[/b] at {found.script}:2 was ended by ValueError" in found.out
+
+
+def test_a_torn_line_is_told_and_the_rest_is_analysed(check: Check) -> None:
+    found = check(TORN)
+    child = found.out.splitlines()[0]
+    assert found.report["torn"] == {child: 1}
+    assert f"record of process {child} has 1 line(s) that are not whole" in found.err
+    assert "no problem found" not in found.out
+    ended = {phase["name"]: len(phase["seconds"]) for phase in found.report["phases"]}
+    assert (found.status, ended) == (1, {"train": 1, "generate": 0})
+
+
+def test_a_command_without_a_phase_was_not_checked(check: Check) -> None:
+    found = check("pass")
+    assert found.status == 1
+    assert "nothing to check" in found.err
+
+
+def test_a_report_that_cannot_be_written_stops_the_check_before_the_job_runs(tmp_path: Path) -> None:
+    command, report = ["touch", str(tmp_path / "ran")], tmp_path / "nowhere" / "report.json"
+    with pytest.raises(ConfigError, match="cannot write"):
+        check_phases(command, groups=GROUPS, swap_s=0, out=report)
+    assert not (tmp_path / "ran").exists()

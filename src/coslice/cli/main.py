@@ -624,8 +624,9 @@ def check_phases(
 ) -> None:
     """Run a job alone, without a cluster, and report what its phases would do to others.
 
-    Reports, with phase and line: groups taken in the wrong order, accelerators never given up, work of
-    registered state outside a phase, phases too short to be worth a swap. Status 1 if there is anything.
+    Reports, with phase and line: groups taken in the wrong order, accelerators never given up, yields of what
+    is not held, work of registered state outside a phase, phases too short to be worth a swap. Status 1 if
+    there is anything, or no phase at all; the command's own if it failed.
     """
     from coslice.cli.check_phases import check_phases as check
     from coslice.client.config import group_names

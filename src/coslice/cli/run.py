@@ -249,7 +249,11 @@ def _supervise(command: list[str], environment: dict[str, str], cpus: set[int]) 
             os._exit(1)
         os.sched_setaffinity(0, cpus)
 
-    child = subprocess.Popen(command, env=environment, preexec_fn=prepare)
+    return wait_for(subprocess.Popen(command, env=environment, preexec_fn=prepare))
+
+
+def wait_for(child: "subprocess.Popen[bytes]") -> int:
+    """Its exit status (128 + n if signal n ended it). SIGTERM and SIGHUP are handed on to it."""
 
     def forward(signum: int, _frame: object) -> None:
         child.send_signal(signum)

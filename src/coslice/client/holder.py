@@ -68,12 +68,18 @@ class Held(Generic[L]):
 _holders: weakref.WeakSet[Holder[Any]] = weakref.WeakSet()
 Watcher = Callable[[str, Held[Any]], None]
 _watchers: list[Watcher] = []
-"""Told ``asks``, ``enters`` and ``leaves`` of every record of this process: ``coslice check-phases``."""
+"""Told ``asks``, ``enters`` and ``leaves`` of every record of this process, and of a yield of what is
+``unheld``: ``coslice check-phases``."""
 
 
 def _tell(what: str, held: Held[Any]) -> None:
     for watcher in _watchers:
         watcher(what, held)
+
+
+def would_ask(groups: Sequence[str], phase: str) -> None:
+    """Somebody wanted these groups here and was refused before the orchestrator was asked."""
+    _tell("asks", Held(tuple(groups), phase=phase, scoped=False))
 
 
 class Holder(Generic[L]):
@@ -221,6 +227,7 @@ class Holder(Generic[L]):
                 return held, groups if groups and set(groups) < set(held.groups) else None
             if self.is_noop or (set(groups) <= self._past if groups else self._past):
                 return None, None
+        _tell("unheld", Held(groups, scoped=False))
         name = ", ".join(groups) or "any group"
         raise NotHeld(f"yield without a lease: this process does not hold {name}; acquire() comes first")
 

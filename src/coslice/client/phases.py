@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from coslice.client.holder import would_ask
 from coslice.client.sync import Client
 from coslice.errors import ConfigError, CosliceError, LeaseLost, LockOrder
 
@@ -171,6 +172,7 @@ class PhaseCallback:
         late = [group for group in self._held if any(self._before(new, group) for new in missing)]
         in_use = {group for _, role in self._open for group in self._groups[role]}
         if busy := [group for group in late if group in in_use]:
+            would_ask(missing, phase)
             phases = ", ".join(name for name, role in self._open if set(self._groups[role]) & set(busy))
             raise LockOrder(
                 f"phase {phase!r} wants {', '.join(missing)} while {', '.join(busy)} is held by open phase "

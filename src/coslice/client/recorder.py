@@ -7,6 +7,7 @@ is for the reader to say (``coslice.testing.phase_rules``).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -41,20 +43,37 @@ class Recorder:
     """``saw`` is a watcher of ``client.holder``."""
 
     def __init__(self, folder: str) -> None:
-        self._folder, self._lock = Path(folder), threading.Lock()
-        self._names: dict[int, int] = {}
+        self._folder = Path(folder)
         self._outside: set[str] = set()
         self._start()
         os.register_at_fork(after_in_child=self._start)
-        atexit.register(lambda: self._write("exits"))
+        atexit.register(self._exits)
         _recorders.append(self)
 
     def _start(self) -> None:
-        self._file = (self._folder / f"{os.getpid()}-{time.time_ns()}.jsonl").open("a")
+        self._lock = threading.Lock()  # a forked child's own: another thread may have had the old one
+        self._entered: dict[int, BaseException | None] = {}
+        """Record → what was being handled already when it was entered."""
+        self._file: FileIO | None = None
+        with contextlib.suppress(OSError):  # the check is over, and this process goes on
+            # Unbuffered: a child must not write again what another thread of its parent was writing.
+            path = self._folder / f"{os.getpid()}-{time.time_ns()}.jsonl"
+            self._file = path.open("ab", buffering=0)
         self._write("starts", argv=sys.argv)
 
     def saw(self, what: str, held: Held[Any]) -> None:
-        self._write(what, record=id(held), groups=held.groups, phase=held.phase, where=_where())
+        facts: dict[str, Any] = {}
+        if what == "enters":
+            self._entered[id(held)] = sys.exc_info()[1]
+        elif what == "leaves":
+            before, error = self._entered.pop(id(held), None), sys.exc_info()[1]
+            if error not in (None, before) and not isinstance(error, GeneratorExit):
+                facts["error"] = type(error).__name__
+        self._write(what, record=id(held), groups=held.groups, phase=held.phase, where=_where(), **facts)
+
+    def _exits(self) -> None:
+        error = getattr(sys, "last_type", None)  # nobody caught it
+        self._write("exits", **({"error": error.__name__} if error is not None else {}))
 
     def registered(self, adapters: Iterable[Any]) -> None:
         for adapter in adapters:
@@ -83,9 +102,9 @@ class Recorder:
                 **facts,
             }
         )
-        with self._lock:
-            self._file.write(line + "\n")
-            self._file.flush()  # a process that is killed has said what it did until then
+        with self._lock, contextlib.suppress(OSError):  # a full disk is the reader's to tell, not the job's
+            if self._file is not None:
+                self._file.write(line.encode() + b"\n")
 
 
 def _where() -> str:

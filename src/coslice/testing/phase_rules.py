@@ -13,6 +13,7 @@ RULES: Mapping[str, str] = {
     "lock-order": "two jobs that take groups in different orders can wait for each other for ever",
     "leak": "accelerators that are never given up stop every other job until max_hold",
     "outside": "outside a phase the state may be in host memory, or another job's on the device",
+    "not-held": "a yield gives up what an acquire took: call acquire() first, and yield as often",
     "short": "a phase shorter than a swap costs others more than it uses",
 }
 
@@ -35,13 +36,15 @@ class Phase:
     groups: tuple[str, ...]
     where: str
     seconds: tuple[float, ...]
-    """Of each passage that ended."""
+    """Of each passage that ended well."""
+    errors: tuple[str, ...] = ()
+    """Of each that an exception ended: its name."""
 
 
 def phases(lines: Iterable[Mapping[str, Any]]) -> list[Phase]:
     """In the order of first appearance."""
     entered: dict[tuple[int, int], float] = {}
-    spent: dict[tuple[int, str, tuple[str, ...], str], list[float]] = {}
+    spent: dict[tuple[int, str, tuple[str, ...], str], list[float | str]] = {}
     for line in lines:
         if line["what"] == "enters":
             entered[line["pid"], line["record"]] = line["at"]
@@ -51,10 +54,17 @@ def phases(lines: Iterable[Mapping[str, Any]]) -> list[Phase]:
             if began is not None:
                 # A section is left where it is entered; a plain yield is elsewhere, so the entry names it.
                 key = next((k for k in reversed(spent) if (k[0], k[1]) == (line["pid"], line["phase"])), None)
-                spent.setdefault(key or _key(line), []).append(line["at"] - began)
+                passage = line.get("error") or line["at"] - began
+                spent.setdefault(key or _key(line), []).append(passage)
     return [
-        Phase(name=name, groups=groups, where=where, seconds=tuple(times))
-        for (_, name, groups, where), times in spent.items()
+        Phase(
+            name=name,
+            groups=groups,
+            where=where,
+            seconds=tuple(passage for passage in found if not isinstance(passage, str)),
+            errors=tuple(passage for passage in found if isinstance(passage, str)),
+        )
+        for (_, name, groups, where), found in spent.items()
     ]
 
 
@@ -76,13 +86,18 @@ def check(
             case "outside":
                 text = f"{line['work']} of registered state runs outside any phase: {RULES['outside']}"
                 findings.append(_finding("outside", line, text))
+            case "unheld":
+                groups = ", ".join(line["groups"]) or "some group"
+                text = f"yields {groups}, which this process does not hold: {RULES['not-held']}"
+                findings.append(_finding("not-held", line, text))
             case "exits":
-                findings += [_leaked(entry, "its process ended") for entry in mine.values()]
+                how = f"its process ended by {line['error']}" if "error" in line else "its process ended"
+                findings += [_leaked(entry, how) for entry in mine.values()]
                 mine.clear()
             case _:
                 pass
     for mine in held.values():
-        findings += [_leaked(entry, "its process was killed") for entry in mine.values()]
+        findings += [_leaked(entry, "its process was killed, or left by os._exit") for entry in mine.values()]
     return findings + [_short(phase, swap_s) for phase in phases(lines) if _is_short(phase, swap_s)]
 
 
