@@ -1,18 +1,23 @@
 """What ``coslice status`` says of several orchestrators."""
 
 import asyncio
+import functools
 import io
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
+import grpc.aio
 import pytest
 from orchestrator.world import World
 from rich.console import Console
 
 from coslice.cli.rpc import group_status
-from coslice.cli.show import _page
+from coslice.cli.show import _page, show_explain
 from coslice.errors import OrchestratorUnreachable
 from coslice.store import Seat
+from coslice.wire.upstream import timeslice_orchestrator_pb2 as up
+from coslice.wire.upstream.timeslice_orchestrator_pb2_grpc import TimeSliceOrchestratorServiceStub
 from coslice.wire.v1 import coslice_pb2 as pb
 
 
@@ -48,3 +53,16 @@ async def test_a_standby_names_the_leader(world: World) -> None:
     app._election.hearsay.leader = Seat("leader:1", id="it")
     with pytest.raises(OrchestratorUnreachable, match="stands by; the leader is at leader:1"):
         await asyncio.to_thread(group_status, app.address)
+
+
+async def test_explain_prints_names_as_they_are(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """Between colons, a terminal's library takes some of them for pictures."""
+    await world.start()
+    await world.agent()
+    async with grpc.aio.insecure_channel(world.app.address) as channel:
+        stub: Any = TimeSliceOrchestratorServiceStub(channel)
+        await stub.Acquire(up.AcquireRequest(job_id="a", group_id="pool"), timeout=30.0)
+        await stub.Yield(up.YieldRequest(job_id="a", group_id="pool"), timeout=30.0)
+    show = functools.partial(show_explain, "pool", job="", last=20, as_json=False)
+    await asyncio.to_thread(show, address=world.app.address)
+    assert "session upstream:a:pool of a is over" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Callers of llm-d's wire, alone and beside native clients, on the same locks."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,8 +10,9 @@ import grpc.aio
 import pytest
 from orchestrator.world import World
 
+from coslice.orchestrator.config import GroupConfig
 from coslice.store.memory import MemoryStore
-from coslice.testing.fake_agent import failing
+from coslice.testing.fake_agent import failing, gated
 from coslice.testing.stores import disk_full
 from coslice.wire.upstream import timeslice_orchestrator_pb2 as up
 from coslice.wire.upstream.timeslice_orchestrator_pb2_grpc import TimeSliceOrchestratorServiceStub
@@ -123,9 +125,73 @@ async def test_only_the_holder_may_yield_and_a_free_lock_may_be_yielded_by_anybo
     assert (await up_.give("nobody")).success
     await up_.acquire("job-a")
     assert await code_of(up_.give("job-b")) is grpc.StatusCode.PERMISSION_DENIED
-    assert (await up_.status()).group.locking_job == "job-a"
+    queued = asyncio.create_task(up_.acquire("job-b"))
+    watcher = await world.client("watcher")
+    await watcher.until("pool", lambda group: len(group.waiters) == 1)
+    assert await code_of(up_.give("job-b")) is grpc.StatusCode.PERMISSION_DENIED
+    now = (await up_.status()).group
+    assert (now.locking_job, now.waiter_queue_depth) == ("job-a", 1)
     await up_.give("job-a")
-    assert (await up_.give("job-a")).success, "a retry of a yield whose answer was lost"
+    assert await code_of(up_.give("job-a")) is grpc.StatusCode.PERMISSION_DENIED, "job-b has it by now"
+    assert (await queued).success
+    await up_.give("job-b")
+    assert (await up_.give("job-b")).success, "a retry of a yield whose answer was lost"
+
+
+async def test_a_swap_is_told_and_a_call_that_ends_in_it_leaves_nothing(
+    world: World, callers: list[Caller]
+) -> None:
+    gate = asyncio.Event()
+    states = {"job-a": 100, "job-b": 100}
+    up_, agent = await started(world, callers, agent={"states": states, "behaviour": gated(gate)})
+    watcher = await world.client("watcher")
+    await up_.acquire("job-a")
+    agent.load("pool", "job-a", 100)
+    await up_.give("job-a")
+    call = asyncio.create_task(up_.acquire("job-b"))
+    await watcher.until("pool", lambda group: group.state == "swapping")
+    now = (await up_.status()).group
+    assert (now.group_state, now.locking_job, now.active_job, now.loaded_job) == (
+        State.STATE_SWITCHING,
+        "job-b",
+        "job-b",
+        "",
+    )
+    assert (await up_.give("job-b")).success
+    assert not call.done(), "it waits for what is moved, whoever yields meanwhile"
+    call.cancel()
+    await asyncio.wait([call])
+    gate.set()
+    await watcher.until("pool", lambda group: group.state in ("empty", "resident"))
+    assert (await up_.acquire("job-a")).success
+
+
+async def test_how_long_it_waited_is_told(world: World, callers: list[Caller]) -> None:
+    up_, _ = await started(world, callers)
+    await up_.acquire("job-a")
+    waiting = asyncio.create_task(up_.acquire("job-b"))
+    watcher = await world.client("watcher")
+    await watcher.until("pool", lambda group: len(group.waiters) == 1)
+    began = time.monotonic()
+    while time.monotonic() < began + 0.05:  # this is what is to be told: time passes, and nothing tells of it
+        await up_.status()
+    await up_.give("job-a")
+    assert (await waiting).waited_ms >= 50
+
+
+async def test_a_group_without_nodes_and_one_that_goes_away(world: World, callers: list[Caller]) -> None:
+    await world.start(groups=(GroupConfig(id="bare"),))
+    callers.append(Caller(world.app.address))
+    up_, watcher = callers[0], await world.client("watcher")
+    assert await code_of(up_.acquire("job-a", "bare")) is grpc.StatusCode.UNAVAILABLE
+    await world.agent()
+    await up_.acquire("job-a")
+    waiting = asyncio.create_task(up_.acquire("job-b"))
+    await watcher.until("pool", lambda group: len(group.waiters) == 1)
+    await watcher.stub.DeleteGroup(pb.DeleteGroupRequest(group="pool", reason="moved"))
+    assert await code_of(waiting) is grpc.StatusCode.INTERNAL
+    assert await code_of(up_.give("job-a")) is grpc.StatusCode.NOT_FOUND
+    assert await up_.groups() == ["bare"]
 
 
 async def test_a_grant_waits_for_no_confirmation(world: World, callers: list[Caller]) -> None:

@@ -43,7 +43,7 @@ from coslice.workload import ticket
 GROUP = "bench"
 SOLO = "solo"
 WARM_UP = 30
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 
 
 def bench_handoff(*, nodes: int, rounds: int, upstream: bool, out: Path | None) -> None:

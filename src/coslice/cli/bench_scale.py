@@ -40,7 +40,7 @@ GRACE_S = 10
 IDLE_S = 20.0
 SCRAPE_S = 15.0
 """Between two scrapes of the orchestrator, as Prometheus would."""
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 

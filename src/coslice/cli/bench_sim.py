@@ -13,8 +13,8 @@ from rich.console import Console
 from coslice.errors import ConfigError
 from coslice.simulate.day import Part, Told, run_part
 
-console = Console(highlight=False)
-progress = Console(stderr=True, highlight=False)
+console = Console(highlight=False, emoji=False)
+progress = Console(stderr=True, highlight=False, emoji=False)
 PARTS = 20
 
 

@@ -28,7 +28,7 @@ from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
 MIB = 1 << 20
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, emoji=False)
 TARGETS: dict[str, tuple[str, str]] = {
     "copy_ratio": ("≥ 0.90", "copy stages of a swap, against memcpy of the same bytes"),
     "swap_ratio": ("≥ 0.90", "whole swap, against malloc + memcpy + free"),
@@ -67,7 +67,7 @@ def _print(figures: dict[str, Any]) -> None:
     for key, (target, words) in TARGETS.items():
         if key in figures:
             table.add_row(f"{words} [dim]({key})[/dim]", f"{figures[key]:.3f}", target)
-    Console(highlight=False).print(table)
+    Console(highlight=False, emoji=False).print(table)
     for note in figures.get("notes", []):
         console.print(note, style="yellow")
 

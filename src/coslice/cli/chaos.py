@@ -20,7 +20,7 @@ from rich.table import Table
 
 from coslice.proof.chaos import EVENTS, Outcome, run_seed
 
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 SHOWN = 3
 """Failing seeds whose story is printed; all are named."""
 WHOLE = 100_000

@@ -108,7 +108,7 @@ def _lines(folder: Path) -> tuple[list[dict[str, Any]], dict[int, int]]:
 def _print(
     phases: Sequence[phase_rules.Phase], findings: Sequence[phase_rules.Finding], *, whole: bool
 ) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     table = Table(title="phases", title_justify="left")
     for column in ("phase", "groups", "times", "seconds, all", "median", "first entered at"):
         table.add_column(column, overflow="fold")

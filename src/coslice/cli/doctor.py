@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from coslice.cli.doctor_facts import Finding, Level, Machine
 
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 MARKS = {
     Level.OK: "[green]ok[/green]     ",
     Level.NOTE: "[dim]note[/dim]   ",

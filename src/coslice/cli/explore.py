@@ -15,8 +15,8 @@ from coslice.proof.explored import KINDS, Budget, Explored
 
 PAIRS = ("crashes", "failures")
 """What may strike together in one run, if two troubles may."""
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+console = Console(highlight=False, emoji=False)
+errors = Console(stderr=True, highlight=False, emoji=False)
 
 
 def run_explore(

@@ -99,7 +99,7 @@ def plan(
         else:
             write(json, data + b"\n")
     if json is None or str(json) != "-":
-        Console(highlight=False, soft_wrap=True).print(escape(explain(made)))
+        Console(highlight=False, emoji=False, soft_wrap=True).print(escape(explain(made)))
     if out is not None:
         write(out, format_groups(made).encode())
     if picture is not None:

@@ -7,7 +7,7 @@ from coslice.core.policy import NAMES, policy_named
 from coslice.errors import ConfigError, UnknownGroup
 from coslice.wire.v1 import coslice_pb2 as pb
 
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 
 
 def set_policy(group: str, policy: str, *, address: str) -> None:

@@ -216,7 +216,7 @@ def _figures(profile: "Profile", swap_s: float) -> dict[str, Any]:
 def _print(profiles: "list[Profile]", swap_s: float) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
     if len(profiles) == 1:
         for line in _one(profiles[0], swap_s):
             console.print(line)

@@ -18,7 +18,7 @@ from coslice.observe.rows import NodeRow, leadership, row
 from coslice.sizes import format_size
 from coslice.wire.v1 import coslice_pb2 as pb
 
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 
 
 def show_status(group: str, *, address: str, watch: bool, as_json: bool) -> None:

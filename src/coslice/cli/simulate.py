@@ -29,7 +29,7 @@ from coslice.simulate.solo import alone
 from coslice.simulate.spec import Faults, Job, Pool, Scenario, SwapCost, whole_swap
 from coslice.sizes import parse_size
 
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 if not console.is_terminal:
     console.width = 140  # nothing is cut off in a file
 STEPS = 200

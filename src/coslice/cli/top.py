@@ -15,7 +15,7 @@ from coslice.errors import ConfigError, CosliceError
 from coslice.observe.rows import GroupRow, leadership, row, seats
 from coslice.wire.v1 import coslice_pb2 as pb
 
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 STATES = {"empty": "free", "resident": "free"}
 
 

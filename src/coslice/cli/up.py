@@ -51,7 +51,7 @@ _OWN_TOKEN_S = 10 * 365 * 86400.0
 """The orchestrator of the same process ends with its agent: its token need not expire before."""
 
 log = logging.getLogger(__name__)
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, emoji=False)
 
 
 @dataclass(frozen=True)

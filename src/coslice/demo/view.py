@@ -31,7 +31,7 @@ class _Row:
 
 class View(Listener):
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(highlight=False, emoji=False)
         self._begun = time.monotonic()
         self._title = ""
         self._shared = False
