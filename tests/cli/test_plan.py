@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import plan_jobs
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from coslice.cli.main import app
@@ -16,7 +17,7 @@ from coslice.cli.up import UpOptions, _devices, _group
 from coslice.errors import ConfigError
 from coslice.plan.cluster import load_cluster
 from coslice.plan.groupsfile import group_options, read_groups
-from coslice.profile.model import encode_profile
+from coslice.profile.model import decode_profile, encode_profile
 
 runner = CliRunner()
 ROOT = Path(__file__).parents[2]
@@ -132,9 +133,39 @@ def test_a_cluster_file(tmp_path: Path) -> None:
         load_cluster(path)
 
 
-def test_swaps_by_bytes(tmp_path: Path) -> None:
-    from msgspec.structs import replace
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nodes = -1", "nodes = -1"),
+        ("nodes = 1000000000", "nodes = 1000000000"),
+        ('nodes = ["a", "b", "a"]', "a is named twice"),
+        ('nodes = ["gpu a"]', "not a node name"),
+        ("device_memory = -1", "device_memory = -1"),
+        ('host_memory = "lots"', "not a size"),
+        ("swap_s = nan", "swap_s = nan"),
+        ("[jobs.a]\nmax_slowdown = 0.5", "max_slowdown of a = 0.5"),
+        ("[jobs.a]\nmax_slowdown = nan", "max_slowdown of a = nan"),
+    ],
+)
+def test_a_cluster_that_cannot_be(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"c\.toml: .*{says}"):
+        load_cluster(tmp_path / "c.toml")
 
+
+def test_pools_that_share_are_named_by_role_too_and_exist(profiles: Path) -> None:
+    assert "1 shared groups" in call(str(profiles), "--share", "trainer")
+    named = decode_profile((profiles / "math.json").read_bytes())
+    pools = (replace(named.pools[0], name="gpu0"),)
+    (profiles / "math.json").write_bytes(encode_profile(replace(named, pools=pools)))
+    assert "1 shared groups" in call(str(profiles), "--share", "trainer")  # gpu0 is one
+    with pytest.raises(ConfigError, match=r"--share sampler: .*there are: gpu0, trainer"):
+        call(str(profiles), "--share", "sampler")
+    with pytest.raises(ConfigError, match="--swap-s inf"):
+        call(str(profiles), "--swap-s", "inf")
+
+
+def test_swaps_by_bytes(tmp_path: Path) -> None:
     pool = replace(plan_jobs.job("a", 1, 2).pools[0], state_bytes=40 * 10**9)
     (tmp_path / "c.toml").write_text('swap_bandwidth = "20GB"\n')
     assert load_cluster(tmp_path / "c.toml").move_s(pool) == 2.0

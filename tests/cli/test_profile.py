@@ -58,6 +58,14 @@ def test_several_files_make_a_table_and_a_folder(tmp_path: Path) -> None:
     assert "worth it" in shown
 
 
+def test_a_folder_is_one_for_a_single_profile_too(tmp_path: Path) -> None:
+    """As in the first line of docs/planning.md; the next log must not take the place of this one."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.log").write_text(samples.verl_async_log())
+        call(str(tmp_path / f"{name}.log"), "--out", f"{tmp_path}/profiles/")
+    assert sorted(file.name for file in (tmp_path / "profiles").iterdir()) == ["a.json", "b.json"]
+
+
 def test_a_profile_without_a_file(tmp_path: Path) -> None:
     out = tmp_path / "code.json"
     call("--busy", "281", "--period", "619", "--staleness", "8", "--name", "code", "--out", str(out))
@@ -75,6 +83,12 @@ def test_a_profile_without_a_file(tmp_path: Path) -> None:
         (["x", "--colocated", "--disaggregated"], "one or the other"),
         (["x", "--role", "0=teacher"], "0=trainer"),
         (["/does/not/exist"], "cannot read"),
+        (["--busy", "5", "--period", "9", "--name", "../up"], "not a job name"),
+        (["--busy", "5", "--period", "1e308"], "--period"),
+        (["x", "--swap-s", "inf"], "--swap-s inf: a number from 0"),
+        (["x", "--staleness", "inf"], "--staleness"),
+        (["x", "--join-s", "nan"], "--join-s"),
+        (["x", "--busy-above", "101"], "--busy-above 101: a number from 0 to 100"),
     ],
 )
 def test_mistakes_are_told(arguments: list[str], says: str) -> None:

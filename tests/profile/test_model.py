@@ -1,5 +1,7 @@
 """The profile format: what a pool says of itself, what a file must be, and how a cycle unrolls."""
 
+import json
+
 import pytest
 
 from coslice.errors import ConfigError
@@ -73,6 +75,38 @@ def test_a_profile_survives_its_file() -> None:
 def test_a_foreign_file_is_refused(data: bytes, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         decode_profile(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"name": "../../up"}, "not a job name"),
+        ({"name": "a b"}, "not a job name"),
+        ({"accelerators": -1}, "accelerators"),
+        ({"nodes": 0}, "nodes are 1 or more"),
+        ({"period": {"mean": 7.0}}, "period: a mean of 7 s, and its phases add up to"),
+        ({"busy": {"mean": 1e308}}, "busy: seconds are 0 or more"),
+        ({"samples": [-3.0]}, "seconds are 0 or more"),
+        ({"samples": [1.0]}, "samples are one per cycle"),
+        ({"quantiles": [[0.5, 3.0], [0.2, 1.0]]}, "quantiles ascend"),
+        ({"twice": True}, "two pools of one name"),
+    ],
+)
+def test_an_edited_file_is_refused_by_pool_and_field(change: dict[str, object], says: str) -> None:
+    """Also what a job sends along with its hello."""
+    data = json.loads(encode_profile(Profile(name="a", pools=(trainer(8.0),))))
+    (pool,) = data["pools"]
+    for key, value in change.items():
+        if key == "name":
+            data[key] = value
+        elif key in ("samples", "quantiles"):
+            pool["phases"][0]["duration"][key] = value
+        elif key == "twice":
+            data["pools"] = [pool, pool]
+        else:
+            pool[key] = value
+    with pytest.raises(ConfigError, match=says):
+        decode_profile(json.dumps(data).encode(), path="a.json")
 
 
 def test_only_one_phase_is_buffered_and_it_is_off() -> None:

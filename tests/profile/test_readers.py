@@ -1,6 +1,8 @@
 """Readers: the means of the raw lines, nothing dropped without saying so, foreign files refused."""
 
+import gzip
 import json
+import random
 import re
 from pathlib import Path
 
@@ -8,9 +10,10 @@ import profile_samples as samples
 import pytest
 
 from coslice.errors import ConfigError
-from coslice.profile.model import Pool, Profile
+from coslice.profile.model import Pool, Profile, decode_profile, encode_profile
 from coslice.profile.options import ReadOptions
 from coslice.profile.read import read_all, read_profiles
+from coslice.profile.steps import NO_TIME
 
 
 def read(tmp_path: Path, text: str, *, name: str = "run.log", **options: object) -> Profile:
@@ -76,6 +79,24 @@ def test_a_verl_log_without_times(tmp_path: Path) -> None:
         read(tmp_path, "step:1 - actor/loss:0.1\ntiming_s/param_sync: 2 seconds\n")
 
 
+def test_a_time_of_a_verl_log_that_is_none(tmp_path: Path) -> None:
+    log = samples.verl_colocated_log()
+    wrong = [
+        "step:7 - timing_s/gen:nan - timing_s/update_actor:18.0 - timing_s/step:140.0",
+        "step:8 - timing_s/gen:lots - timing_s/update_actor:18.0 - timing_s/step:140.0",
+        "step:9 - timing_s/gen:1e300 - timing_s/update_actor:18.0 - timing_s/step:1e300",
+    ]
+    found = read(tmp_path, log + "\n".join(wrong) + "\n")
+    assert found.source.skipped == {NO_TIME: 3}
+    assert found.pools == read(tmp_path, log).pools
+
+
+def test_a_part_of_a_timer_may_be_no_number(tmp_path: Path) -> None:
+    """The mean over no tool call is none; the step is as good as any."""
+    log = samples.verl_colocated_log().replace("generate_sequences:99.0", "agent_loop/tool_calls/mean:nan")
+    assert read(tmp_path, log).source.used == 5
+
+
 # ── step files ─────────────────────────────────────────────────────────────
 
 
@@ -98,6 +119,27 @@ def test_broken_lines_of_a_step_file_are_counted(tmp_path: Path) -> None:
     found = read(tmp_path, samples.step_file() + "{not json\n" + '{"step": 9}\n', name="a.jsonl")
     assert found.source.skipped == {"not a JSON object": 1, "no times": 1}
     assert found.source.used == 5
+
+
+def test_a_step_without_one_of_its_times_is_left_out_whole_and_said(tmp_path: Path) -> None:
+    """Taken for 0 s, the missing time would make the step, and every mean, shorter than it was."""
+    wrong = [
+        '{"step": 7, "gen_s": NaN, "update_actor_s": 60.0, "step_s": 105.0}',
+        '{"step": 8, "gen_s": -4, "update_actor_s": 60.0, "step_s": 56.0}',
+        '{"step": 9, "gen_s": "fast", "update_actor_s": 60.0}',
+        '{"step": 9, "gen_s": 1e308, "update_actor_s": 1e308}',
+        f'{{"step": 9, "gen_s": {"9" * 400}}}',
+    ]
+    found = read(tmp_path, samples.step_file() + "\n".join(wrong) + "\n", name="a.jsonl")
+    assert found.source.skipped == {NO_TIME: 5}
+    assert means(found.pools[0])["gen"] == 43.0
+
+
+def test_what_was_not_measured_and_what_is_no_time_is_left_out_alone(tmp_path: Path) -> None:
+    line = '{"step": 6, "gen_s": 43.0, "update_actor_s": 60.0, "reward_s": null, "tokens_per_s": 9e4}\n'
+    found = read(tmp_path, samples.step_file() + line, name="a.jsonl")
+    assert found.source.used == 6
+    assert {"tokens_per", "reward"}.isdisjoint(means(found.pools[0]))
 
 
 # ── TRL ────────────────────────────────────────────────────────────────────
@@ -125,6 +167,14 @@ def test_a_trainer_state_without_profiling_says_what_it_cannot(tmp_path: Path) -
 def test_a_trainer_state_without_times(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="step_time"):
         read(tmp_path, json.dumps({"log_history": [{"step": 1, "loss": 1.0}]}), name="s.json")
+
+
+def test_an_entry_of_a_trainer_with_a_time_that_is_none(tmp_path: Path) -> None:
+    history = json.loads(samples.trainer_state())
+    history["log_history"] += [{"step": 5, "step_time": float("nan")}, {"step": 6, "step_time": 10**400}]
+    found = read(tmp_path, json.dumps(history), name="s.json")
+    assert found.source.skipped[NO_TIME] == 2
+    assert found.pools[0].period.mean == pytest.approx(32.5)
 
 
 # ── utilisation ────────────────────────────────────────────────────────────
@@ -173,6 +223,30 @@ def test_a_gpu_that_is_always_busy_is_no_pool_but_is_told(tmp_path: Path) -> Non
     assert any("gpu1" in note and "100.0%" in note for note in found.source.notes)
 
 
+def test_samples_that_are_no_numbers_and_holes_are_told(tmp_path: Path) -> None:
+    lines = samples.utilization_csv().splitlines()
+    at = lines[600].split(", ")[0]
+    wrong = [f"{at}, 0, nan %, 1 MiB", f"{at}, 0, inf %, 1 MiB", f"{at}, 0", ""]
+    found = read(tmp_path, "\n".join(lines[:600] + wrong + lines[800:]) + "\n", name="g.csv", warmup=0.0)
+    assert found.source.skipped["lines without a number"] == 2
+    assert found.source.skipped["incomplete lines"] == 1
+    assert any("1 holes" in note for note in found.source.notes)
+    assert found.pool("gpu0").period.mean == pytest.approx(50.0, abs=0.6)
+    # GPU 1 begins busy: its first cycle is whole from 30 s on, and the last block may go on after the record.
+    assert found.source.skipped["outside whole cycles"] > 200
+
+
+def test_a_device_that_hides_its_memory(tmp_path: Path) -> None:
+    record = samples.utilization_csv().replace("40000 MiB", "[N/A]").replace("30000 MiB", "[N/A]")
+    pool = read(tmp_path, record, name="gpus.csv").pool("gpu0")
+    assert (pool.device_bytes, pool.duty) == (0, pytest.approx(0.4, abs=0.03))
+
+
+def test_a_role_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    found = read(tmp_path, samples.utilization_csv(), name="gpus.csv", roles={"9": "trainer"})
+    assert any("--role names GPU 9; the record has 0, 1" in note for note in found.source.notes)
+
+
 # ── files ──────────────────────────────────────────────────────────────────
 
 
@@ -209,3 +283,81 @@ def test_names_of_several_files_differ(tmp_path: Path) -> None:
         (tmp_path / folder / "train.log").write_text(samples.verl_colocated_log())
     found = read_all([tmp_path / "a" / "train.log", tmp_path / "b" / "train.log"])
     assert [profile.name for profile in found] == ["train", "train-2"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_what_other_systems_put_before_a_text(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "gpus.csv").write_bytes(samples.utilization_csv().encode(encoding))
+    (found,) = read_profiles(tmp_path / "gpus.csv")
+    assert found.pool("gpu0").duty == pytest.approx(0.4, abs=0.03)
+
+
+def test_a_compressed_file_is_told_how_to_be_read(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_bytes(gzip.compress(samples.verl_colocated_log().encode()))
+    with pytest.raises(ConfigError, match="gunzip"):
+        read_profiles(tmp_path / "train.log")
+
+
+def test_a_file_without_work_is_named(tmp_path: Path) -> None:
+    (tmp_path / "idle.jsonl").write_text('{"gen_s": 0, "update_actor_s": 0, "step_s": 0}\n')
+    with pytest.raises(ConfigError, match=r"idle\.jsonl.*nothing to share"):
+        read_profiles(tmp_path / "idle.jsonl")
+
+
+@pytest.mark.parametrize("stem", ["entraînement 3", "_-x-", "ж", "n" * 90])
+def test_a_profile_can_be_read_again_whatever_its_log_was_called(tmp_path: Path, stem: str) -> None:
+    (tmp_path / f"{stem}.log").write_text(samples.verl_colocated_log())
+    (found,) = read_profiles(tmp_path / f"{stem}.log")
+    assert decode_profile(encode_profile(found)).name == found.name
+
+
+FORMATS = {
+    "verl": samples.verl_async_log(),
+    "verl json": samples.verl_json_log(),
+    "steps": samples.step_file(),
+    "trl": samples.trainer_state(),
+    "utilization": samples.utilization_csv(interval=5.0, cycles=4),
+    "dcgm": samples.dcgm_table(cycles=2),
+}
+ODD = (
+    "NaN",
+    "nan",
+    "-Infinity",
+    "inf",
+    "1e308",
+    "1e999",
+    "-1",
+    "0",
+    "null",
+    "true",
+    '"x"',
+    "[]",
+    "9" * 400,
+    "",
+)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_damaged_file_is_read_as_far_as_it_goes_or_refused(tmp_path: Path, kind: str) -> None:
+    """Numbers, bytes and ends are changed at random; nothing but a ``ConfigError`` comes of it, every line is
+    accounted for, and what is written can be read."""
+    dice = random.Random(kind)
+    file = tmp_path / "damaged"
+    for _ in range(60):
+        text = FORMATS[kind]
+        for _ in range(dice.choice((1, 2, 5))):
+            spots = list(re.finditer(r"-?\d+\.?\d*", text))
+            if dice.random() < 0.7 and spots:
+                spot = dice.choice(spots)
+                text = text[: spot.start()] + dice.choice(ODD) + text[spot.end() :]
+            else:
+                begin, end = sorted((dice.randrange(len(text) + 1), dice.randrange(len(text) + 1)))
+                text = text[:begin] + dice.choice("\x00\xff{},:\n") + text[min(end, begin + 40) :]
+        file.write_text(text)
+        try:
+            found = read_profiles(file, ReadOptions(interval_s=1.0))
+        except ConfigError:
+            continue
+        for profile in found:
+            assert profile.source.used + sum(profile.source.skipped.values()) == profile.source.read
+            assert decode_profile(encode_profile(profile)).name == profile.name

@@ -56,6 +56,15 @@ def test_slices_of_one_thread_never_overlap(tmp_path: Path) -> None:
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(mine))
 
 
+def test_a_rotated_journal_is_told_whole(tmp_path: Path) -> None:
+    whole = sample.write(tmp_path / "whole.jsonl")
+    header, *lines = whole.read_text().splitlines(keepends=True)
+    half = len(lines) // 2
+    (tmp_path / "journal.jsonl.1").write_text(header + "".join(lines[:half]))
+    (tmp_path / "journal.jsonl").write_text(header + "".join(lines[half:]))
+    assert trace(tmp_path / "journal.jsonl") == trace(whole)
+
+
 def test_a_simulation_writes_the_journal_of_a_live_run(tmp_path: Path) -> None:
     jobs = (alternating("a", 20.0, 30.0), alternating("b", 25.0, 40.0))
     scenario = Scenario(pools=(Pool(name="pool"),), jobs=jobs, cost=whole_swap(2), until=1000.0)

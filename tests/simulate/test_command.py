@@ -116,6 +116,12 @@ def test_a_scenario_file(tmp_path: Path) -> None:
         (("a=1/2", "--fault", "meteors=2"), "known are crashes"),
         (("a=1/2", "--fault", "crashes=many"), "not a number"),
         (("a=1/2", "--hours", "0"), "above 0"),
+        (("a=1/2", "--hours", "nan"), "--hours nan"),
+        (("a=1/2", "--hours", "inf"), "--hours inf"),
+        (("a=1/2", "--staleness", "nan"), "--staleness nan"),
+        (("a=1/2", "--swap-s", "1e300"), "--swap-s"),
+        (("a=1/2", "--compare", ","), "'' is not a policy"),
+        (("a=1/2", "--fault", "failed_moves=2"), "failed_moves 2: a number from 0 to 1"),
     ],
 )
 def test_what_is_wrong_is_said(arguments: tuple[str, ...], error: str) -> None:

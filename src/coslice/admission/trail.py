@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from coslice.admission.drift import DriftTest, SavedTest
 from coslice.core.ids import Incarnation, JobId
 from coslice.profile.cycle import cycles
-from coslice.profile.holds import Hold, begins_cycle, pool_of
+from coslice.profile.holds import Hold, alone, batch_made_in, begins_cycle, computed, pool_of
 from coslice.profile.model import Pool, Profile, Source, brief_pool, quantile
 
 KEEP = 64
@@ -24,8 +24,6 @@ SCATTER = 8
 """How batches scatter counts once so many cycles of everybody were seen. The mean of fewer is so uncertain
 that both together would keep jobs apart that fit."""
 ROLLING = 10
-WAITED = 0.02
-"""Of a cycle: a shorter off-time is no wait for a batch."""
 PHASES = 64
 """Names of phases that are told apart; all others count as the last of them."""
 
@@ -151,7 +149,7 @@ class Trail:
         makes = itertools.cycle(self._made() if scatter else [self._make()])
         befores = [some[-1], *some]  # it goes round, as ``profile.cycle`` plays it
         holds = [
-            self._alone_holds(cycle.holds, next(makes), _computed(before.holds))
+            alone(cycle.holds, next(makes), computed(before.holds), self.staleness)
             for cycle, before in zip(some, befores, strict=False)
         ]
         if not any(hold.on > 0 for cycle in holds for hold in cycle):
@@ -214,8 +212,8 @@ class Trail:
             return False
         holds = tuple([turn.hold for turn in pending])
         queued = sum([turn.queued for turn in pending])
-        alone = sum([hold.on + hold.off for hold in self._alone_holds(holds, self._make(), _computed(holds))])
-        cycle = Cycle(holds, alone, end - before - queued)
+        played = alone(holds, self._make(), computed(holds), self.staleness)
+        cycle = Cycle(holds, sum([hold.on + hold.off for hold in played]), end - before - queued)
         self.cycles.append(cycle)
         self.seen += 1
         # A buffered job's wait for its batch depends on the others; how long one is made does not.
@@ -240,24 +238,12 @@ class Trail:
     # ── buffered jobs ──
 
     def _note_batch(self, hold: Hold, asked: float) -> None:
-        """A wait for a batch shows when it was complete. Who waited for the one before it as well knows how
-        long it was made (``profile.cycle.Batches``): the gap, or less with a staleness below 1."""
         if not self.staleness or not self._pending or hold.phase != self._order[0]:
             return
         first = self._pending[0]
-        gap = asked - first.asked
-        if min(hold.off, first.hold.off) > WAITED * gap > 0:
-            part = hold.off / (1.0 - self.staleness) if self.staleness < 1.0 else gap
-            self._makes.append(min(part, gap))
-
-    def _alone_holds(self, holds: tuple[Hold, ...], make: float, before: float) -> tuple[Hold, ...]:
-        """The same turns as the job would take them alone, with a batch that takes ``make`` seconds, some of
-        them during the ``before`` seconds of the cycle before."""
-        if not self.staleness or not holds:
-            return holds
-        first, rest = holds[0], holds[1:]
-        wait = max(0.0, make - min(self.staleness * make, before))
-        return (Hold(first.phase, wait, first.on), *rest)
+        made = batch_made_in(first.hold, hold, asked - first.asked, self.staleness)
+        if made is not None:
+            self._makes.append(made)
 
     def _make(self) -> float:
         """Seconds that a batch takes to make: measured, else declared."""
@@ -286,11 +272,6 @@ class Trail:
             busy, period = declared.busy, declared.period
             base = [(busy.mean, period.mean - busy.mean)]
         return DriftTest(base)
-
-
-def _computed(holds: Sequence[Hold]) -> float:
-    """Seconds of a cycle without the wait for its batch."""
-    return holds[0].on + sum(hold.on + hold.off for hold in holds[1:])
 
 
 def _mean(values: Sequence[float]) -> float:

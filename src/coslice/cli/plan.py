@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from coslice.cli.finite import within
 from coslice.cli.profile import write
 from coslice.errors import ConfigError
 
@@ -80,6 +81,8 @@ def plan(
 
     if picture is not None and picture.suffix not in (".svg", ".html"):
         raise ConfigError(f"--picture {picture}: its name ends in .svg or .html")
+    within("--swap-s", swap_s)
+    within("--budget", budget)
     where = load_cluster(cluster, swap_s=swap_s)
     found = _read(profiles)
     made = make_plan(

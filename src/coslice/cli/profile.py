@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coslice.cli.finite import within
 from coslice.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def profile(
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the profile; for several, name a folder (it may end in /)."),
+        str | None,
+        typer.Option(metavar="FILE", help="Write the profile; for several, a folder. FILE/ is one, too."),
     ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - prints them.")
@@ -91,6 +92,16 @@ def profile(
 
     if colocated and disaggregated:
         raise ConfigError("--colocated and --disaggregated: a job is one or the other")
+    for option, value in (
+        ("--swap-s", swap_s),
+        ("--staleness", staleness),
+        ("--join-s", join_s),
+        ("--interval-s", interval_s),
+        ("--busy", busy),
+        ("--period", period),
+    ):
+        within(option, value)
+    within("--busy-above", busy_above, most=100.0)
     options = ReadOptions(
         shape="colocated" if colocated else "disaggregated" if disaggregated else "auto",
         staleness=staleness,
@@ -126,10 +137,16 @@ def _profiles(
 ) -> "list[Profile]":
     from msgspec.structs import replace
 
+    from coslice.core.ids import check_name
     from coslice.profile.given import given_profile
     from coslice.profile.read import KNOWN, read_all
     from coslice.sizes import parse_size
 
+    if name:
+        try:
+            check_name("job", name)
+        except ValueError as error:
+            raise ConfigError(f"--name: {error}") from None
     if busy is not None or period is not None:
         if files or busy is None or period is None:
             raise ConfigError("--busy and --period go together, and take the place of a file")
@@ -160,10 +177,11 @@ def write(path: Path, data: bytes) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _write_profiles(out: Path, profiles: "list[Profile]") -> None:
+def _write_profiles(name: str, profiles: "list[Profile]") -> None:
     from coslice.profile.model import encode_profile
 
-    folder = out.is_dir() or str(out).endswith("/") or len(profiles) > 1
+    out = Path(name)
+    folder = out.is_dir() or name.endswith("/") or len(profiles) > 1
     if folder:
         try:
             out.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coslice.admission.simulated import AdmissionReport
+from coslice.cli.finite import within
 from coslice.cli.simulate_admission import drifting, gate_of
 from coslice.cli.simulate_admission import told as say_admission
 from coslice.core.ids import check_name
@@ -20,6 +21,7 @@ from coslice.core.policy import policy_named
 from coslice.errors import ConfigError
 from coslice.profile.given import given_profile
 from coslice.profile.model import Profile
+from coslice.profile.number import LONGEST
 from coslice.profile.options import ReadOptions
 from coslice.profile.read import read_all
 from coslice.simulate.from_profile import job_of
@@ -63,6 +65,9 @@ class SimulateOptions(Struct, frozen=True, kw_only=True):
 
 def run_simulate(options: SimulateOptions) -> None:
     """Prints one table; raises ``ConfigError`` for what the caller can mend."""
+    within("--swap-s", options.swap_s)
+    within("--staleness", options.staleness)
+    within("--hours", options.hours, most=LONGEST / 3600)
     for policy in (options.policy, *options.compare):
         try:
             policy_named(policy)
@@ -213,8 +218,7 @@ def _faults(words: Sequence[str]) -> Faults:
             values[name] = float(value)
         except ValueError:
             raise ConfigError(f"--fault {word!r}: {value!r} is not a number") from None
-        if not 0 <= values[name] < math.inf:
-            raise ConfigError(f"--fault {word!r}: 0 or more")
+        within(f"--fault {name}", values[name], most=1.0 if name == "failed_moves" else LONGEST)
     return Faults(**values)
 
 

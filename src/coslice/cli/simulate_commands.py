@@ -109,7 +109,7 @@ def simulate(
             jobs=tuple(jobs or ()),
             scenario=scenario,
             policy=policy,
-            compare=tuple(word for word in (compare or "").split(",") if word),
+            compare=tuple(word.strip() for word in compare.split(",")) if compare is not None else (),
             swap_s=swap_s,
             bandwidth=bandwidth,
             overlap=overlap,

@@ -11,17 +11,21 @@ max_slowdown = 1.3
 """
 
 import json
+import math
 import tomllib
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from coslice.core.ids import check_name
 from coslice.errors import ConfigError
 from coslice.profile.model import Pool
+from coslice.profile.number import seconds
 from coslice.sizes import parse_size
 
 DEFAULT_SWAP_S = 10.0
+MOST_NODES = 100_000
 
 
 class JobRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,17 +67,20 @@ class Cluster(Struct, frozen=True, kw_only=True):
 def load_cluster(path: Path | None, *, swap_s: float | None = None) -> Cluster:
     """``swap_s`` wins over the file's. Raises ``ConfigError`` naming file and field."""
     found = _read(path) if path is not None else _File()
-    names = [f"node{n + 1}" for n in range(found.nodes)] if isinstance(found.nodes, int) else found.nodes
-    seconds = swap_s if swap_s is not None else found.swap_s
-    if found.gpus_per_node < 1 or (seconds is not None and seconds < 0):
-        raise ConfigError(f"{path}: gpus_per_node is at least 1, swap_s at least 0")
+    try:
+        names = _nodes(found.nodes)
+        _check(found)
+        device, host, rate = map(_size, (found.device_memory, found.host_memory, found.swap_bandwidth))
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    one = swap_s if swap_s is not None else found.swap_s
     return Cluster(
-        nodes=tuple(names),
+        nodes=names,
         gpus_per_node=found.gpus_per_node,
-        device_memory=_size(found.device_memory),
-        host_memory=_size(found.host_memory),
-        swap_s=DEFAULT_SWAP_S if seconds is None else seconds,
-        swap_bandwidth=0 if swap_s is not None else _size(found.swap_bandwidth),
+        device_memory=device,
+        host_memory=host,
+        swap_s=DEFAULT_SWAP_S if one is None else one,
+        swap_bandwidth=0 if swap_s is not None else rate,
         jobs=found.jobs,
     )
 
@@ -88,6 +95,33 @@ def _read(path: Path) -> _File:
     except (ValueError, msgspec.ValidationError) as error:
         known = ", ".join(_File.__struct_fields__)
         raise ConfigError(f"{path}: not a cluster file: {error}. Settings: {known}") from None
+
+
+def _nodes(nodes: int | list[str]) -> tuple[str, ...]:
+    """Raises ``ValueError``."""
+    if isinstance(nodes, int):
+        if not 0 <= nodes <= MOST_NODES:
+            raise ValueError(f"nodes = {nodes}: a number from 0 (as many as it takes) to {MOST_NODES}")
+        return tuple(f"node{number + 1}" for number in range(nodes))
+    if twice := sorted({name for name in nodes if nodes.count(name) > 1}):
+        raise ValueError(f"nodes: {', '.join(twice)} is named twice")
+    return tuple(check_name("node", name) for name in nodes)
+
+
+def _check(found: _File) -> None:
+    """Raises ``ValueError``."""
+    if found.gpus_per_node < 1:
+        raise ValueError(f"gpus_per_node = {found.gpus_per_node}: at least 1")
+    if found.swap_s is not None and seconds(found.swap_s) is None:
+        raise ValueError(f"swap_s = {found.swap_s:g}: 0 or more seconds")
+    for name in ("device_memory", "host_memory", "swap_bandwidth"):
+        size = getattr(found, name)
+        if isinstance(size, int) and size < 0:
+            raise ValueError(f"{name} = {size}: 0 (not checked) or more bytes")
+    for job, rules in found.jobs.items():
+        bound = rules.max_slowdown
+        if bound is not None and not 1.0 <= bound < math.inf:
+            raise ValueError(f"max_slowdown of {job} = {bound:g}: a ratio to the time alone, 1 or more")
 
 
 def _size(value: str | int) -> int:

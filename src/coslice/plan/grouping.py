@@ -46,7 +46,7 @@ class Grouping:
             if why := rules.unfit(unit, self.cluster):
                 self.notes.append(f"{unit.label} {why}")
                 alone.append(number)
-            elif self.share and unit.pool not in self.share:
+            elif not self._shares(unit):
                 alone.append(number)
             else:
                 fit.append(number)
@@ -68,6 +68,9 @@ class Grouping:
             self.failed.update(found.refused)
             method = f"searched: {found.edges} mergers predicted, {found.moves} moves improved it"
         return sorted(groups + [(unit,) for unit in alone]), method
+
+    def _shares(self, unit: Unit) -> bool:
+        return not self.share or unit.pool in self.share or unit.role in self.share
 
     def _may(self, members: Sequence[int]) -> bool:
         units = [self.units[number] for number in members]
@@ -121,7 +124,7 @@ class Grouping:
                 pairs = pairs[:_MOST_TOLD]
         for a, b in pairs:
             one, other = self.units[a], self.units[b]
-            if self.share and not {one.pool, other.pool} <= self.share:
+            if not (self._shares(one) and self._shares(other)):
                 continue
             why = (
                 rules.unfit(one, self.cluster)

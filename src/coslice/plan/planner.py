@@ -31,13 +31,18 @@ def plan(
     """Which jobs share which group.
 
     ``budget``: seconds for the search to improve what it has (None: little; a small set is solved exactly in
-    any case). ``share``: roles whose pools may share; empty: all. Raises ``ConfigError`` for what no plan can
-    be made of.
+    any case). ``share``: names or roles of pools that may share; empty: all. Raises ``ConfigError`` for
+    what no plan can be made of.
     """
     began = time.monotonic()
     cluster = cluster or Cluster()
     _check(profiles, cluster, max_slowdown)
     units = units_of(profiles, cluster, max_slowdown)
+    pools = {name for unit in units for name in (unit.pool, unit.role)}
+    if unknown := sorted(set(share) - pools):
+        raise ConfigError(
+            f"--share {unknown[0]}: no pool is called so; there are: {', '.join(sorted(pools))}"
+        )
     table = Table(units)
     grouping = Grouping(table, cluster, max_jobs, set(share), seed, began, budget)
     groups, method = grouping.run()

@@ -27,6 +27,7 @@ class Unit(Struct, frozen=True, kw_only=True):
 
     job: str
     pool: str
+    role: str
     turns: tuple[UnitTurn, ...]
     solo_ends: tuple[float, ...]
     turn_s: float
@@ -75,6 +76,7 @@ def unit_of(
     return Unit(
         job=profile.name,
         pool=pool.label,
+        role=pool.role,
         turns=tuple(turns),
         turn_s=longest / len(made),
         solo_ends=tuple(ends),

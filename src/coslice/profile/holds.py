@@ -7,6 +7,7 @@ lock and swaps are left out: they belong to the sharing, not to the job.
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from coslice.profile.model import Phase, Pool, Role, durations, make_pool
 
@@ -21,6 +22,8 @@ class Hold(Struct, frozen=True, array_like=True):
 
 
 Holds = tuple[Hold, ...]
+WAITED = 0.02
+"""Of a cycle: a shorter off-time is no wait for a batch."""
 
 
 def order_of(holds: Sequence[Hold]) -> list[str]:
@@ -84,6 +87,33 @@ def pool_of(
     return make_pool(
         _role(order), phases, name=name, accelerators=accelerators, nodes=nodes, state_bytes=state_bytes
     )
+
+
+# ── buffered jobs: what they wait for a batch depends on the others, how long one is made does not ──
+
+
+def batch_made_in(before: Hold, hold: Hold, gap: float, staleness: float) -> float | None:
+    """Seconds that the batch of a cycle took. ``before``, ``hold``: the first turns of the cycle before and
+    of this one; ``gap``: seconds between their acquires. A wait for a batch shows when it was complete, and
+    who waited for the one before as well knows how long it was made (``cycle.Batches``): the gap, or less
+    with a staleness below 1. None: it lay ready, and nobody knows."""
+    if not min(hold.off, before.off) > WAITED * gap > 0:
+        return None
+    return min(hold.off / (1.0 - staleness) if staleness < 1.0 else gap, gap)
+
+
+def alone(holds: Holds, make: float, before: float, staleness: float) -> Holds:
+    """The turns of a cycle as the job would take them alone, with a batch that takes ``make`` seconds, some
+    of them during the ``before`` seconds of the cycle before."""
+    if not staleness or not holds:
+        return holds
+    wait = max(0.0, make - min(staleness * make, before))
+    return (replace(holds[0], off=wait), *holds[1:])
+
+
+def computed(holds: Holds) -> float:
+    """Seconds of a cycle without the wait for its batch."""
+    return holds[0].on + sum(hold.on + hold.off for hold in holds[1:])
 
 
 def _role(phases: Sequence[str]) -> Role:

@@ -2,34 +2,44 @@
 
 Waits for the lock and swaps are left out: they belong to the sharing, not to the job. Every pair of group and
 job makes a pool; a job that uses two groups has two. Cycles are from one acquire of the job's first phase to
-the next; the off-time before a phase is named after it.
+the next; the off-time before a phase is named after it. A buffered job that waited for others finds batches
+ready and waits less for them than alone: with ``staleness`` its off-time is what its batches say it would be.
 """
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from coslice.errors import ConfigError
-from coslice.profile.holds import Hold, cycles_of, pool_of
+from coslice.profile.holds import Hold, Holds, alone, batch_made_in, computed, cycles_of, order_of, pool_of
 from coslice.profile.model import Pool, Profile, Source
+from coslice.profile.number import LONGEST, seconds
 from coslice.profile.options import ReadOptions
 from coslice.profile.steps import trend
-from coslice.runtime.journal import read_journal
+from coslice.runtime.journal import read_journals
 
 Line = Mapping[str, Any]
 
 
 class _Job(Struct):
     holds: list[Hold] = []
+    asked_at: list[float] = []
+    """When, for each of ``holds``."""
     asked: dict[str, tuple[float, str]] = {}
     """Request → when, for which phase."""
     left: float | None = None
     off: float = -1.0
     phase: str = ""
+    since: float = 0.0
+    """When it asked for the turn that it has."""
+    incarnation: str = ""
     bytes: int = 0
+    cut: int = 0
+    """Turns that did not end with a yield: they say nothing."""
 
 
 def looks_like_journal(text: str) -> bool:
@@ -37,8 +47,9 @@ def looks_like_journal(text: str) -> bool:
 
 
 def read_journal_profiles(file: str, options: ReadOptions) -> list[Profile]:
-    """One profile per job of the journal. Raises ``ConfigError`` if nobody ever held and yielded twice."""
-    journal = read_journal(Path(file))
+    """One profile per job of the journal and its predecessors (``<file>.1``, …). Raises ``ConfigError`` if
+    nobody ever held and yielded twice."""
+    journal = read_journals(Path(file))
     jobs: dict[tuple[str, str], _Job] = {}
     skipped: Counter[str] = Counter()
     held: dict[str, tuple[str, float]] = {}
@@ -46,30 +57,29 @@ def read_journal_profiles(file: str, options: ReadOptions) -> list[Profile]:
         if "event" not in line:
             skipped[_kind(line)] += 1
             if "coslice_journal" in line:  # a restart: another clock
+                for group, (holder, _) in held.items():
+                    if (job := jobs.get((group, holder))) is not None:
+                        _cut(job)
                 held.clear()
                 for job in jobs.values():
                     job.left, job.asked = None, {}
             continue
-        _read(line, jobs, held)
+        try:
+            _read(line, jobs, held)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+            skipped["damaged lines"] += 1
     used = len(journal.records) - sum(skipped.values())
+    if journal.damaged:
+        skipped["damaged lines"] += journal.damaged
     if journal.torn:
         skipped["the last line, torn"] += 1
     pools: dict[str, list[Pool]] = defaultdict(list)
     notes: dict[str, list[str]] = defaultdict(list)
     for (group, job_name), job in jobs.items():
-        holds = [hold for hold in job.holds[options.skip_first :] if hold.off >= 0]
-        if not holds:
-            notes[job_name].append(f"group {group}: held {len(job.holds)} times, too few for a cycle")
-            continue
-        pool = pool_of(
-            cycles_of(holds),
-            name=group,
-            staleness=options.staleness or 0.0,
-            accelerators=options.accelerators,
-            state_bytes=job.bytes,
-        )
-        pools[job_name].append(pool)
-        notes[job_name] += trend(pool)
+        pool = _pool(group, job, options, notes[job_name])
+        if pool is not None:
+            pools[job_name].append(pool)
+            notes[job_name] += trend(pool)
     if not pools:
         raise ConfigError(
             f"{file}: no job in this journal held the lock and came back for it: nothing to profile"
@@ -81,7 +91,7 @@ def read_journal_profiles(file: str, options: ReadOptions) -> list[Profile]:
             source=Source(
                 kind="journal",
                 file=file,
-                read=len(journal.records) + journal.torn,
+                read=len(journal.records) + journal.damaged + journal.torn,
                 used=used,
                 skipped=dict(skipped),
                 notes=tuple(notes[job_name]),
@@ -91,11 +101,65 @@ def read_journal_profiles(file: str, options: ReadOptions) -> list[Profile]:
     ]
 
 
+def _pool(group: str, job: _Job, options: ReadOptions, notes: list[str]) -> Pool | None:
+    staleness = options.staleness or 0.0
+    every = cycles_of(job.holds)
+    whole = _whole(every)[options.skip_first :]
+    if not whole:
+        notes.append(f"group {group}: held {len(job.holds)} times, too few for a cycle")
+        return None
+    if job.cut:
+        notes.append(
+            f"group {group}: {job.cut} turns did not end with a yield, and their cycles are left out"
+        )
+    if staleness:
+        makes = _makes(every, job.asked_at, staleness)
+        if makes:
+            befores = [whole[-1], *whole]  # it goes round, as ``profile.cycle`` plays it
+            turn = itertools.cycle(makes)
+            whole = [
+                alone(cycle, next(turn), computed(before), staleness)
+                for cycle, before in zip(whole, befores, strict=False)
+            ]
+        else:
+            notes.append(
+                f"group {group}: batches always lay ready, so that nobody knows how long one takes: off-time "
+                "is what was seen, and may be longer alone"
+            )
+    elif options.staleness is None:
+        notes.append("off-time is taken as closed; say --staleness N if batches queue up meanwhile")
+    return pool_of(
+        whole, name=group, staleness=staleness, accelerators=options.accelerators, state_bytes=job.bytes
+    )
+
+
+def _whole(cycles: Sequence[Holds]) -> list[Holds]:
+    """Without those of which a turn is not known, and the one that the end of the journal cut off."""
+    order = order_of([hold for cycle in cycles for hold in cycle])
+    some = list(cycles)
+    if some and some[-1][-1].phase != order[-1]:
+        some.pop()
+    return [cycle for cycle in some if all(hold.off >= 0 for hold in cycle)]
+
+
+def _makes(cycles: Sequence[Holds], asked_at: Sequence[float], staleness: float) -> list[float]:
+    """Seconds that batches took, as far as the waits for them show it."""
+    starts = itertools.accumulate((len(cycle) for cycle in cycles[:-1]), initial=0)
+    firsts = [(cycle[0], asked_at[start]) for cycle, start in zip(cycles, starts, strict=True)]
+    made = [
+        batch_made_in(before, hold, at - at_before, staleness)
+        for (before, at_before), (hold, at) in itertools.pairwise(firsts)
+    ]
+    return [one for one in made if one is not None]
+
+
 def _read(line: Line, jobs: dict[tuple[str, str], _Job], held: dict[str, tuple[str, float]]) -> None:
     at, group, event = float(line["t"]), str(line["group"]), line["event"]
     kind = event.get("type")
     if kind == "AcquireRequested":
         job = jobs.setdefault((group, str(event["job"])), _Job())
+        if (start := str(event.get("incarnation", ""))) != job.incarnation:
+            job.incarnation, job.left = start, None  # it began anew: no off-time of its loop
         job.asked.setdefault(str(event["request"]), (at, str(event.get("phase", ""))))
     for effect in line.get("effects", ()):
         granted = jobs.get((group, str(effect.get("job"))))
@@ -103,7 +167,7 @@ def _read(line: Line, jobs: dict[tuple[str, str], _Job], held: dict[str, tuple[s
             asked, phase = granted.asked.pop(str(effect.get("request")), (at, granted.phase))
             if held.get(group, ("", 0.0))[0] != effect.get("job"):  # not another process of the holder
                 granted.off = asked - granted.left if granted.left is not None else -1.0
-                granted.phase = phase
+                granted.phase, granted.since = phase, asked
         elif effect.get("type") == "Refuse":
             for job in jobs.values():
                 job.asked.pop(str(effect.get("request")), None)
@@ -115,9 +179,24 @@ def _read(line: Line, jobs: dict[tuple[str, str], _Job], held: dict[str, tuple[s
     if now == before:
         return
     if before and (holder := jobs.get((group, before))) is not None:
-        holder.holds.append(Hold(holder.phase, holder.off, at - since))
-        holder.left, holder.off = at, -1.0
+        _ended(holder, at - since, at, whole=kind == "LeaseYielded")
     held[group] = (now, at)
+
+
+def _ended(job: _Job, on: float, at: float, *, whole: bool) -> None:
+    if not whole or seconds(on) is None or job.off > LONGEST:
+        _cut(job)
+        return
+    job.holds.append(Hold(job.phase, job.off, on))
+    job.asked_at.append(job.since)
+    job.left, job.off = at, -1.0
+
+
+def _cut(job: _Job) -> None:
+    """Its turn did not end by a yield. Neither the cycle with it nor the next one is whole."""
+    job.holds.append(Hold(job.phase, -1.0, 0.0))
+    job.asked_at.append(job.since)
+    job.left, job.off, job.cut = None, -1.0, job.cut + 1
 
 
 def _sizes(group: str, facts: Line, jobs: dict[tuple[str, str], _Job]) -> None:

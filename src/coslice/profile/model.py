@@ -28,7 +28,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from coslice.core.ids import check_name
 from coslice.errors import ConfigError
+from coslice.profile.number import seconds
 
 FORMAT = 1
 KEEP_SAMPLES = 4096
@@ -221,7 +223,7 @@ def _check_phases(phases: Sequence[Phase]) -> None:
     if not any(phase.on and phase.duration.mean > 0 for phase in phases):
         raise ConfigError("no phase of the pool uses its accelerators: there is nothing to share")
     for phase in phases:
-        if phase.staleness < 0 or not 0 <= phase.duration.mean < math.inf:
+        if seconds(phase.duration.mean) is None or not 0 <= phase.staleness < math.inf:
             raise ConfigError(f"phase {phase.name}: seconds and staleness cannot be negative or infinite")
 
 
@@ -285,12 +287,50 @@ def decode_profile(data: bytes, *, path: str | Path = "profile") -> Profile:
         raise ConfigError(f"{path}: not a coslice profile ({error})") from None
     if not profile.pools:
         raise ConfigError(f"{path}: the profile has no pools")
+    try:
+        check_name("job", profile.name)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
     for pool in profile.pools:
         try:
-            _check_phases(pool.phases)
+            _check_pool(pool)
         except ConfigError as error:
             raise ConfigError(f"{path}, pool {pool.label}: {error}") from None
+    labels = [pool.label for pool in profile.pools]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"{path}: two pools of one name ({', '.join(labels)}): give each a name of its own")
     return profile
+
+
+def _check_pool(pool: Pool) -> None:
+    """Of a file, which somebody may have edited."""
+    _check_phases(pool.phases)
+    for phase in pool.phases:
+        _check_durations(phase.name, phase.duration)
+    if len({len(phase.duration.samples) for phase in pool.phases} - {0}) > 1:
+        raise ConfigError("samples are one per cycle: every phase has as many, or none")
+    _check_durations("period", pool.period)
+    _check_durations("busy", pool.busy)
+    for name, part, of in (
+        ("period", pool.period, pool.phases),
+        ("busy", pool.busy, [phase for phase in pool.phases if phase.on]),
+    ):
+        total = math.fsum(phase.duration.mean for phase in of)
+        if abs(part.mean - total) > 0.01 * total:
+            raise ConfigError(
+                f"{name}: a mean of {part.mean:g} s, and its phases add up to {total:g} s: correct either"
+            )
+    if pool.accelerators < 0 or pool.nodes < 1 or pool.state_bytes < 0 or pool.device_bytes < 0:
+        raise ConfigError("nodes are 1 or more, accelerators, state_bytes and device_bytes 0 or more")
+
+
+def _check_durations(name: str, part: Durations) -> None:
+    values = [part.mean, *part.samples, *(value for _, value in part.quantiles)]
+    if any(seconds(value) is None for value in values):
+        raise ConfigError(f"{name}: seconds are 0 or more, and not longer than thirty years")
+    for column in zip(*part.quantiles, strict=True):
+        if list(column) != sorted(column):
+            raise ConfigError(f"{name}: quantiles ascend, in probability and in seconds")
 
 
 def _rounded(profile: Profile) -> Profile:

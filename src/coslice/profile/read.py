@@ -1,10 +1,11 @@
 """Which reader a file is for. One place knows them all; a file that is none of them is refused by name."""
 
+import codecs
+import re
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from coslice.core.ids import check_name
 from coslice.errors import ConfigError
 from coslice.profile.journal import looks_like_journal, read_journal_profiles
 from coslice.profile.model import Profile, decode_profile
@@ -14,6 +15,8 @@ from coslice.profile.trl import looks_like_trl, read_trl
 from coslice.profile.utilization import looks_like_utilization, read_utilization
 from coslice.profile.verl import looks_like_verl, read_verl
 
+_LONGEST = 60
+"""Characters of a name: a job's has 63, and there may be ``-2`` behind it."""
 KNOWN = (
     "a coslice profile or journal, a veRL log (step:… timing_s/…), a trainer_state.json, a step file (JSON "
     "lines with gen_s, update_actor_s, step_s, …), a record of GPU utilisation (CSV with a header)"
@@ -29,11 +32,20 @@ def read_profiles(path: Path, options: ReadOptions | None = None, *, name: str =
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     if not data.strip():
         raise ConfigError(f"{path} is empty")
-    text = data.decode("utf-8", errors="replace")
-    name, file = name or _name(path), str(path)
+    if data.startswith(b"\x1f\x8b"):
+        raise ConfigError(f"{path} is compressed: gunzip it first")
+    try:
+        return _read(data, path, name or _name(path), options)
+    except ConfigError as error:
+        if str(path) in str(error):
+            raise
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _read(data: bytes, path: Path, name: str, options: ReadOptions) -> list[Profile]:
+    text, file = data.decode(_encoding(data), errors="replace"), str(path)
     if '"coslice_profile"' in text[:200]:
-        profile = decode_profile(data, path=path)
-        return [profile]
+        return [decode_profile(data, path=path)]
     if looks_like_journal(text):
         return read_journal_profiles(file, options)
     if looks_like_verl(text):
@@ -45,6 +57,10 @@ def read_profiles(path: Path, options: ReadOptions | None = None, *, name: str =
     if looks_like_utilization(text):
         return [read_utilization(text, name, file, options)]
     raise ConfigError(f"{path}: not a file that says how a job uses accelerators. Known are: {KNOWN}")
+
+
+def _encoding(data: bytes) -> str:
+    return "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
 def read_all(paths: list[Path], options: ReadOptions | None = None) -> list[Profile]:
@@ -66,8 +82,4 @@ def read_all(paths: list[Path], options: ReadOptions | None = None) -> list[Prof
 def _name(path: Path) -> str:
     """The file's name without its ending, as a job's name may be written."""
     stem = path.name.split(".jsonl")[0] if path.name.endswith(".jsonl") else path.stem
-    clean = "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).strip("-.") or "profile"
-    try:
-        return check_name("job", clean)
-    except ValueError:
-        return clean[:60]
+    return re.sub(r"[^A-Za-z0-9._-]", "-", stem)[:_LONGEST].strip("-._") or "profile"

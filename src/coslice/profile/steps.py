@@ -39,6 +39,8 @@ TIMERS: dict[str, tuple[str, bool | None]] = {
 }
 NESTED = {"generate_sequences", "reshard", "generation_timing", "agent_loop"}
 """Timers inside others: they add nothing to a step."""
+NO_TIME = "with a time that is none (negative, endless, no number)"
+"""Why a line is left out, whole: a step without one of its times would look shorter than it was."""
 SHORT = 0.005
 """Off-time of less than this share of a step is not worth a yield, and counts as on."""
 
@@ -124,13 +126,18 @@ def trend(pool: Pool) -> list[str]:
     return [f"the {pool.label} drifts: cycles of the last third take {last / first:.2f} x those of the first"]
 
 
+def nested(timer: str) -> bool:
+    """Is it a part of another timer?"""
+    return "/" in timer or timer in NESTED
+
+
 def _timers(rows: Sequence[Row]) -> tuple[list[str], set[str]]:
     """Timers that make up a step, in its order; and those that lie within others."""
     present = {name: None for row in rows for name in row if name != "step"}
     names = [name for name in TIMERS if name in present]
-    unused = {name.split("/")[0] for name in present if "/" in name or name in NESTED}
+    unused = {name.split("/")[0] for name in present if nested(name)}
     for name in present:
-        if name in TIMERS or name in NESTED or "/" in name:
+        if name in TIMERS or nested(name):
             continue
         # A timer we do not know: part of the step if the step has room for it.
         room = _mean([row.get("step", 0.0) - sum(row.get(other, 0.0) for other in names) for row in rows])

@@ -4,7 +4,6 @@ An ``index.json`` beside the file, if it lists it, says what ran on what (``gpus
 """
 
 import json
-import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 
 from coslice.errors import ConfigError
 from coslice.profile.model import Profile, Source
+from coslice.profile.number import gibibytes, seconds
 from coslice.profile.options import ReadOptions
-from coslice.profile.steps import Row, trainer_pool
+from coslice.profile.steps import NO_TIME, Row, trainer_pool
 
 
 def looks_like_steps(text: str) -> bool:
@@ -33,17 +33,17 @@ def read_steps(text: str, name: str, file: str, options: ReadOptions) -> Profile
         if record is None:
             skipped["not a JSON object"] += 1
             continue
-        row = {
-            key[:-2]: float(value)
-            for key, value in record.items()
-            if key.endswith("_s") and isinstance(value, int | float) and math.isfinite(value)
-        }
+        times = {key[:-2]: seconds(value) for key, value in record.items() if _is_time(key, value)}
+        row = {timer: value for timer, value in times.items() if value is not None}
+        if len(row) < len(times):
+            skipped[NO_TIME] += 1
+            continue
         if not row:
             skipped["no times"] += 1
             continue
         rows.append(row)
         disaggregated |= "trainer_idle_ratio" in record or "param_sync_s" in record
-        memory = max(memory, _number(record.get("actor_max_memory_allocated_gb")))
+        memory = max(memory, gibibytes(record.get("actor_max_memory_allocated_gb")))
     if not rows:
         raise ConfigError(f"{file}: no line has phase times (gen_s, update_actor_s, step_s, …)")
     entry = _index_entry(Path(file))
@@ -72,16 +72,17 @@ def read_steps(text: str, name: str, file: str, options: ReadOptions) -> Profile
     )
 
 
+def _is_time(key: str, value: object) -> bool:
+    """``null`` is a time that was not measured; ``tokens_per_s`` is none."""
+    return key.endswith("_s") and not key.endswith("_per_s") and value is not None
+
+
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _index_entry(file: Path) -> dict[str, Any]:

@@ -6,14 +6,14 @@ Class.method`` of their methods. Of these, the innermost that we know are phases
 """
 
 import json
-import math
 from collections import Counter
 from typing import Any
 
 from coslice.errors import ConfigError
 from coslice.profile.model import Profile, Source
+from coslice.profile.number import seconds
 from coslice.profile.options import ReadOptions
-from coslice.profile.steps import trainer_pool
+from coslice.profile.steps import NO_TIME, trainer_pool
 
 _PROFILING = "profiling/Time taken: "
 # method → timer of steps.TIMERS. Methods that contain others (_prepare_inputs, compute_loss, …) are left out.
@@ -43,10 +43,12 @@ def read_trl(text: str, name: str, file: str, options: ReadOptions) -> Profile:
     unknown: set[str] = set()
     for entry in entries:
         row = _row(entry, unknown)
-        if row:
+        if row is None:
+            skipped[NO_TIME] += 1
+        elif row:
             rows.append(row)
         elif "train_runtime" in entry:
-            total, steps = _number(entry["train_runtime"]), _number(entry.get("step", 0))
+            total, steps = seconds(entry["train_runtime"]) or 0.0, seconds(entry.get("step")) or 0.0
             skipped["the summary at the end"] += 1
         elif any(key.startswith("eval_") for key in entry):
             skipped["evaluations"] += 1
@@ -87,20 +89,20 @@ def read_trl(text: str, name: str, file: str, options: ReadOptions) -> Profile:
     )
 
 
-def _row(entry: dict[str, Any], unknown: set[str]) -> dict[str, float]:
+def _row(entry: dict[str, Any], unknown: set[str]) -> dict[str, float] | None:
+    """None: one of its times is none."""
     row: dict[str, float] = {}
     for key, value in entry.items():
         key = key.removeprefix("train/")
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        method = key[len(_PROFILING) :].split(".", 1)[-1] if key.startswith(_PROFILING) else ""
+        timer = "step" if key == "step_time" else _METHODS.get(method)
+        if timer is None and method:
+            unknown.add(method)
+        if timer is None or value is None:
             continue
-        if key == "step_time":
-            row["step"] = float(value)
-        elif key.startswith(_PROFILING):
-            method = key[len(_PROFILING) :].split(".", 1)[-1]
-            if (timer := _METHODS.get(method)) is not None:
-                row[timer] = row.get(timer, 0.0) + float(value)
-            else:
-                unknown.add(method)
+        if (spent := seconds(value)) is None:
+            return None
+        row[timer] = row.get(timer, 0.0) + spent
     return row
 
 
@@ -108,7 +110,7 @@ def _entries(text: str, file: str) -> tuple[list[dict[str, Any]], int]:
     """The entries, and how many lines are none."""
     try:
         whole = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         whole = None
     if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
         whole = whole["log_history"]
@@ -121,7 +123,7 @@ def _entries(text: str, file: str) -> tuple[list[dict[str, Any]], int]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict):
             entries.append(record)
@@ -130,7 +132,3 @@ def _entries(text: str, file: str) -> tuple[list[dict[str, Any]], int]:
     if not entries:
         raise ConfigError(f"{file}: neither a trainer_state.json nor log entries as JSON lines")
     return entries, broken
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -9,6 +9,7 @@ not doing useful work necessarily; it is what an outsider can see.
 import csv
 import io
 import itertools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from msgspec import Struct
 
 from coslice.errors import ConfigError
 from coslice.profile.model import Phase, Pool, Profile, Role, Source, durations, make_pool
+from coslice.profile.number import gibibytes
 from coslice.profile.options import ReadOptions
 from coslice.profile.steps import trend
 
@@ -32,6 +34,8 @@ _FRACTION = re.compile(r"prof_|act$", re.I)
 _MEMORY = re.compile(r"^(memory\.used.*|(gpu_)?mem(ory)?_used.*|dcgm_fi_dev_fb_used|fb_?used.*)$", re.I)
 _AGREE = 0.95
 """Devices whose samples agree (busy or idle) this often are one pool."""
+_LATEST = 1e11
+"""Seconds since 1970; no clock is there yet."""
 _HOLE = 10
 """Longer than this many intervals without a sample is a hole in the record, not a long sample."""
 
@@ -47,6 +51,10 @@ class Blocks(Struct, frozen=True):
 
     idle: list[float]
     busy: list[float]
+    samples: int
+    """Within these cycles."""
+    holes: int
+    """In the record."""
 
 
 def looks_like_utilization(text: str) -> bool:
@@ -66,6 +74,8 @@ def read_utilization(text: str, name: str, file: str, options: ReadOptions) -> P
         f"busy above {options.busy_above:g} %, idle gaps up to {options.join_s:g} s joined, "
         f"busy blocks under {options.min_busy_s:g} s ignored"
     ]
+    if unknown := sorted(set(options.roles) - set(devices)):
+        notes.append(f"--role names GPU {', '.join(unknown)}; the record has {', '.join(sorted(devices))}")
     pools: list[Pool] = []
     for members in _same(devices, options):
         samples = devices[members[0]]
@@ -80,7 +90,14 @@ def read_utilization(text: str, name: str, file: str, options: ReadOptions) -> P
             notes.append(
                 f"{label}: busy {busy:.1%} of the time, without a whole cycle of idle and busy: no pool"
             )
+            skipped["of a device that is no pool"] += len(kept) * len(members)
             continue
+        skipped["outside whole cycles"] += (len(kept) - blocks.samples) * len(members)
+        if blocks.holes:
+            notes.append(
+                f"{label}: {blocks.holes} holes in the record, without a sample for more than "
+                f"{_HOLE * interval:g} s; cycles across them are left out"
+            )
         if interval > options.join_s:
             notes.append(f"{label}: one sample per {interval:g} s; shorter blocks cannot be seen")
         pool = _pool(label, members, blocks, devices, options)
@@ -208,7 +225,7 @@ def _samples(
     devices: dict[str, list[Sample]] = defaultdict(list)
     for cells in rows:
         if len(cells) < len(header):
-            if cells:
+            if any(cells):
                 skipped["incomplete lines"] += 1
             continue
         try:
@@ -218,10 +235,10 @@ def _samples(
             at = (
                 _at([cells[i] for i in times], header[times[0]]) if times else len(known) * options.interval_s
             )
-            known.append(
-                Sample(at, value, _bytes(cells[memory], header[memory]) if memory is not None else 0)
-            )
-        except ValueError:
+            if not (math.isfinite(value) and abs(at) <= _LATEST):
+                raise ValueError(value, at)
+            known.append(Sample(at, value, _bytes(cells, header, memory)))
+        except (ValueError, OverflowError):
             skipped["lines without a number"] += 1
     for device in [device for device, samples in devices.items() if not samples]:
         del devices[device]
@@ -237,12 +254,18 @@ def _column(header: list[str], wanted: re.Pattern[str]) -> int | None:
 
 
 def _number(cell: str) -> float:
-    return float(cell.split()[0].rstrip("%"))
+    return float(cell.partition(" ")[0].rstrip("%"))
 
 
-def _bytes(cell: str, name: str) -> int:
-    unit = 1 if "byte" in name.lower() else 1 << 20
-    return int(_number(cell) * unit)
+def _bytes(cells: list[str], header: list[str], column: int | None) -> int:
+    """0: not known (some devices say ``[N/A]``)."""
+    if column is None:
+        return 0
+    unit = 1.0 if "byte" in header[column].lower() else float(1 << 20)
+    try:
+        return int(gibibytes(_number(cells[column]) * unit / (1 << 30)) * (1 << 30))
+    except ValueError:
+        return 0
 
 
 def _at(cells: list[str], name: str) -> float:
@@ -290,14 +313,17 @@ def _cycles(samples: Sequence[Sample], interval: float, options: ReadOptions) ->
     the record, or by a hole in it, is left out."""
     idle: list[float] = []
     busy: list[float] = []
-    for part in _parts(samples, interval):
+    count, parts = 0, _parts(samples, interval)
+    for part in parts:
         spans = _busy_spans(part, interval, options)
         # The first block may have begun before the record; the last one may go on after it.
         whole = spans[:-1] if spans and spans[-1][1] >= part[-1].at else spans
         for (_, left), (begin, end) in itertools.pairwise(whole):
             idle.append(begin - left)
             busy.append(end - begin)
-    return Blocks(idle, busy)
+        if len(whole) > 1:
+            count += sum(whole[0][1] <= sample.at < whole[-1][1] for sample in part)
+    return Blocks(idle, busy, count, len(parts) - 1)
 
 
 def _parts(samples: Sequence[Sample], interval: float) -> list[Sequence[Sample]]:

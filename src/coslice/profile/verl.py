@@ -13,11 +13,12 @@ from collections.abc import Mapping
 
 from coslice.errors import ConfigError
 from coslice.profile.model import Phase, Pool, Profile, Source, durations, make_pool
+from coslice.profile.number import gibibytes, seconds
 from coslice.profile.options import ReadOptions
-from coslice.profile.steps import Row, trainer_pool, trend
+from coslice.profile.steps import NO_TIME, Row, nested, trainer_pool, trend
 
 _COLOUR = re.compile(r"(?:\x1b)?\[[0-9;]*m")
-_STEP = re.compile(r"(?:^|[\s)\]])step:\s*(\d+) - ")
+_STEP = re.compile(r"(?:^|[\s)\]])step:\s*(\d{1,18}) - ")
 _NUMBER = re.compile(r"(?:np\.\w+\()?([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))\)?")
 _TIMING = "timing_s/"
 _ROLLOUTER = "fully_async/rollouter/"
@@ -49,6 +50,11 @@ def read_verl(text: str, name: str, file: str, options: ReadOptions) -> Profile:
             continue
         seen.add(key)
         times = {_timer(key): value for key, value in metrics.items() if key.startswith(_TIMING)}
+        wrong = {timer for timer, value in times.items() if seconds(value) is None}
+        if not all(map(nested, wrong)) or None in map(seconds, _rollout(metrics)):
+            skipped[NO_TIME] += 1
+            continue
+        times = {timer: value for timer, value in times.items() if timer not in wrong}
         if "step" in times or any(timer in times for timer in ("gen", "update_actor")):
             steps.append(times)
             restarts += step <= last
@@ -96,8 +102,7 @@ def read_verl(text: str, name: str, file: str, options: ReadOptions) -> Profile:
 def _sampler(rollouts: list[Mapping[str, float]]) -> Pool:
     """What the rollouter says of each version of the weights: it worked, then it stood still, being too far
     ahead of the trainer (or waiting for weights)."""
-    active = [metrics.get(_ROLLOUTER + "active_time", 0.0) for metrics in rollouts]
-    whole = [metrics[_ROLLOUTER + "version_time"] for metrics in rollouts]
+    active, whole = zip(*map(_rollout, rollouts), strict=True)
     idle = [max(0.0, total - busy) for total, busy in zip(whole, active, strict=True)]
     return make_pool(
         "sampler",
@@ -106,6 +111,11 @@ def _sampler(rollouts: list[Mapping[str, float]]) -> Pool:
             Phase(name="rollouter idle", on=False, duration=durations(idle)),
         ],
     )
+
+
+def _rollout(metrics: Mapping[str, float]) -> tuple[float, float]:
+    """Seconds: active, and in all."""
+    return metrics.get(_ROLLOUTER + "active_time", 0.0), metrics.get(_ROLLOUTER + "version_time", 0.0)
 
 
 def _metrics(line: str) -> tuple[int, dict[str, float], str] | None:
@@ -121,23 +131,32 @@ def _metrics(line: str) -> tuple[int, dict[str, float], str] | None:
         key, _, value = part.strip().rpartition(":")
         if key and (number := _NUMBER.fullmatch(value.strip())) is not None:
             metrics[key] = float(number[1])
-    return int(match[1]), _finite(metrics), f"{match[1]} {body}"
+        elif _is_time(key) and value.strip() != "None":
+            metrics[key] = math.nan
+    return int(match[1]), metrics, f"{match[1]} {body}"
 
 
 def _json_metrics(line: str) -> tuple[int, dict[str, float], str] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     data = record.get("data") if isinstance(record, dict) else None
     if not isinstance(data, dict):
         return None
-    metrics = {str(key): float(value) for key, value in data.items() if isinstance(value, int | float)}
-    return int(record.get("step", 0)), _finite(metrics), line
+    metrics: dict[str, float] = {}
+    for key, value in data.items():
+        known = seconds(value)
+        if known is not None:
+            metrics[key] = known
+        elif _is_time(key) and value is not None:
+            metrics[key] = math.nan
+    step = record.get("step", 0)
+    return step if isinstance(step, int) else 0, metrics, line
 
 
-def _finite(metrics: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in metrics.items() if math.isfinite(value)}
+def _is_time(key: str) -> bool:
+    return key.startswith(_TIMING) or key in (_ROLLOUTER + "active_time", _ROLLOUTER + "version_time")
 
 
 def _timer(key: str) -> str:
@@ -157,8 +176,8 @@ def _remember(facts: dict[str, float], metrics: Mapping[str, float]) -> None:
         ("max_memory_reserved_gb", "reserved"),
     ):
         for prefix in ("actor/perf/", "perf/"):
-            facts[fact] = max(facts.get(fact, 0.0), metrics.get(prefix + key, 0.0))
-    if (staleness := metrics.get("fully_async/static/staleness_threshold")) is not None:
+            facts[fact] = max(facts.get(fact, 0.0), gibibytes(metrics.get(prefix + key, 0.0)))
+    if (staleness := seconds(metrics.get("fully_async/static/staleness_threshold"))) is not None:
         facts["staleness"] = round(staleness, 6)
     if any(key.startswith("fully_async/") for key in metrics):
         facts["asynchronous"] = 1.0

@@ -13,7 +13,7 @@ import msgspec
 from coslice.observe.timeline import GroupReplay, Interval
 from coslice.replay.model import Replay, build
 from coslice.replay.page import write_whole
-from coslice.runtime.journal import read_journal
+from coslice.runtime.journal import read_journals
 
 Event = dict[str, Any]
 SWAPS, DECISIONS = 1, 2
@@ -25,7 +25,7 @@ def render_perfetto(journal: str | Path, out: str | Path) -> None:
 
     Raises ``ConfigError`` if the file is not a journal.
     """
-    content = read_journal(Path(journal))
+    content = read_journals(Path(journal))
     replay = build(content.header, content.records, torn=content.torn)
     trace = {
         "displayTimeUnit": "ms",
