@@ -102,6 +102,14 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4096])
 
 
+def _one_byte(path: Path) -> None:
+    """Of a value: a file of this version, in which an epoch became another."""
+    write_backup(path, read_backup(path), force=True)
+    whole = path.read_bytes()
+    at = whole.index(b'"epoch":') + len(b'"epoch":')
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+
+
 def _of_another_program(path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA application_id = 1")
@@ -123,6 +131,7 @@ def _empty(path: Path) -> None:
         (_admission_schema, "admission/train: .* of this admission has schema 7"),
         (_of_an_agent, "state of a 'holdings', not of a 'group'"),
         (_cut, "damaged or cut short"),
+        (_one_byte, "its content is not what was written"),
         (_of_another_program, "no backup of coslice"),
         (_text, "no backup of coslice"),
         (_empty, "no backup of coslice"),
@@ -138,6 +147,13 @@ def test_what_cannot_be_restored_is_refused_before_anything_is_touched(
     with pytest.raises(ConfigError, match=says):
         store("restore", file, "--state", tmp_path / "state")
     assert not (tmp_path / "state").exists()
+
+
+def test_a_backup_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    for where in (tmp_path, tmp_path / "no such folder" / "backup"):
+        with pytest.raises(ConfigError, match="directory: name another file"):
+            write_backup(where, {}, force=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_newer_store_is_refused_naming_both_versions(tmp_path: Path) -> None:

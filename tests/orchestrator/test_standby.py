@@ -8,12 +8,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from orchestrator.world import World
 
+from coslice.agent.link import Link
 from coslice.errors import ConfigError
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import OrchestratorConfig
 from coslice.store import MemoryStore, Seat, Tenure
+from coslice.store.election import Alone
 from coslice.wire.leader import LEADER, LEADER_FOR_AGENTS, LEADER_ID, SILENT
 from coslice.wire.outgoing import Outgoing
+from coslice.wire.protocol import PROTOCOL
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
@@ -107,6 +110,52 @@ async def test_a_refusal_is_heard_by_one_who_has_much_to_say(world: World) -> No
                 await _all(call)
             words.answered()
             assert dict(told.value.trailing_metadata())[LEADER] == "leader:1"
+
+
+async def test_one_that_cannot_read_what_a_newer_one_saved_does_not_stay_the_leader(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    await store.save("group/pool", b'{"kind":"group","schema":99,"state":{}}', expect=0)
+    closed: list[str] = []
+
+    class Elected(Alone):
+        async def close(self) -> None:
+            closed.append("gives the lead up")
+
+    monkeypatch.setattr("coslice.orchestrator.app.make_election", lambda *_, **__: Elected(store))
+    app = await world.start(store=NOWHERE)
+    async with asyncio.timeout(20):
+        with pytest.raises(
+            ConfigError, match=r"group/pool in the store: .* schema 99 .* use the newer coslice"
+        ):
+            await app.wait()
+    await app.stop()
+    assert closed
+
+
+async def test_an_agent_that_is_refused_again_and_again_leaves_no_task_behind(world: World) -> None:
+    """Each would be an error in its log, once it is collected."""
+    app = await world.start(store=NOWHERE)
+    assert app._election is not None
+    await app._standing.stop()
+    app._election.hearsay.leader = Seat("leader:1", id="it")
+    hellos, often = 0, asyncio.Event()
+
+    def hello() -> pb.AgentHello:
+        nonlocal hellos
+        hellos += 1
+        if hellos == 4:
+            often.set()
+        return pb.AgentHello(node="n0", protocol=PROTOCOL)
+
+    running = asyncio.create_task(Link(app.address, hello=hello, command=lambda _: None).run())
+    async with asyncio.timeout(20):
+        await often.wait()
+    writing = [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task)]
+    running.cancel()
+    await asyncio.wait([running])
+    assert len(writing) <= 2, "of the last two attempts"
 
 
 async def test_a_shared_store_is_not_reached_in_the_clear_unasked() -> None:

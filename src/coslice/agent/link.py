@@ -186,6 +186,8 @@ class Link:
             self.attached.clear()
             for number in tuple(self._echoes):
                 self._echoed(number)
+            outbox.end()  # what gRPC still waits for
+            outbox.answered()
             call.cancel()
         return welcomed, trailers
 

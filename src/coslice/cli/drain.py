@@ -49,14 +49,15 @@ def drain(
     if timeout is not None and not wait:
         raise ConfigError("--timeout is for --wait: add it, or leave --timeout out")
     request = pb.DrainRequest(node=node, undo=undo, reason=reason, by=_by())
-    with stub_of(address) as stub, _stays(node, waiting=wait):
+    with stub_of(address) as stub:
         answer = stub.Drain(request, timeout=TIMEOUT)
         changed = answer.changed
         if not as_json:
             print("\n".join(_lines(node, answer, undo=undo)), flush=True)
-        in_time = not wait or _wait(stub, answer, node, timeout)
-        if wait and as_json:
-            answer = stub.Drain(request, timeout=TIMEOUT)
+        with _stays(node, waiting=wait):
+            in_time = not wait or _wait(stub, answer, node, timeout)
+            if wait and as_json:
+                answer = stub.Drain(request, timeout=TIMEOUT)
     if as_json:
         print(json.dumps(_data(node, answer, changed=changed, undo=undo)))
     elif wait and in_time:
@@ -112,7 +113,7 @@ def _stays(node: str, *, waiting: bool) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
     except grpc.RpcError as error:
         if waiting and error.code() is grpc.StatusCode.UNAVAILABLE:
-            _say(f"the orchestrator is away. If it had taken that in, {_next(node)}")
+            _say(f"the orchestrator is away. {_next(node)}")
         raise
 
 

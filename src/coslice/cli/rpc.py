@@ -92,6 +92,11 @@ def _explained(error: grpc.RpcError, address: str) -> Exception:
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return ConfigError(details)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        if details.startswith(f"{STANDS_BY}; no leader"):
+            return OrchestratorUnreachable(
+                f"{address}: no orchestrator leads now. Does the store answer that they elect in? Their logs "
+                "say so; once it does, one of them leads within seconds"
+            )
         if details.startswith(STANDS_BY):  # and the leader it names was not among the addresses given
             return OrchestratorUnreachable(f"{address}: {details}. Ask there, or give all addresses")
         tls = f" ({details})" if "SSL" in details or "handshake" in details.lower() else ""

@@ -426,8 +426,14 @@ class OrchestratorApp:
         await self._ready.wait()
 
     async def wait(self) -> None:
-        """Blocks while all is well; raises ``runtime.supervisor.Crashed`` when a part breaks."""
-        await self._supervisor.wait()
+        """Blocks while all is well; raises ``runtime.supervisor.Crashed`` when a part breaks, and
+        ``ConfigError`` where one who was elected cannot read what was saved: it ends, and another leads."""
+        try:
+            await (self._supervisor if self._election is None else self._standing).wait()
+        except Crashed as crash:
+            if isinstance(crash.__cause__, ConfigError):
+                raise crash.__cause__ from None
+            raise
 
     def reload(self) -> tuple[str, ...]:
         """Read token secret and certificates again; returns what changed. Raises ``ConfigError``, and goes on

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from coslice.errors import CosliceError
+from coslice.errors import ConfigError, CosliceError
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class Supervisor:
         error = task.exception()
         if error is None:
             return
-        log.error("%s broke: %s", task.get_name(), error, exc_info=error)
+        where = None if isinstance(error, ConfigError) else error  # nobody's bug
+        log.error("%s broke: %s", task.get_name(), error, exc_info=where)
         if self._crash is None and not self._stopping:
             self._crash = Crashed(f"{task.get_name()} broke: {error}", data={"task": task.get_name()})
             self._crash.__cause__ = error

@@ -44,6 +44,12 @@ def make_election(location: str, *, seat: Seat, ttl: float = DEFAULT_TTL) -> Ele
 def check_location(location: str, *, insecure: bool) -> None:
     """Raises ``ConfigError`` for a place that cannot be, or that is reached in the clear without leave."""
     if not shared(location):
+        kind, scheme, _ = location.partition("://")
+        if scheme and kind.isalnum():
+            raise ConfigError(
+                f"there is no store of the kind {kind}: write {ETCD}://…, {ETCD_TLS}://…, {KUBERNETES}://… "
+                "or sqlite:PATH"
+            )
         return
     kubernetes = location.startswith(f"{KUBERNETES}://")
     place = parse_kubernetes(location) if kubernetes else parse_etcd(location)

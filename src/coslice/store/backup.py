@@ -2,9 +2,11 @@
 
 A backup is an SQLite file with the table of ``sqlite_file`` and no log beside it, whatever the store was; so
 it can be restored into any. It holds values, not versions: those are of the store they were written in.
+SQLite keeps no checksums, so a digest of all values is beside them.
 """
 
 import asyncio
+import hashlib
 import os
 import sqlite3
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ from coslice.store.base import Store
 from coslice.store.sqlite_file import APPLICATION_ID, CREATE, SCHEMA
 
 Values = dict[str, bytes]
+DIGEST = "CREATE TABLE digest (sha256 BLOB NOT NULL)"
 
 
 def write_backup(path: Path, values: Mapping[str, bytes], *, force: bool) -> None:
@@ -32,13 +35,26 @@ def write_backup(path: Path, values: Mapping[str, bytes], *, force: bool) -> Non
             rows = ((key, number, value) for number, (key, value) in enumerate(sorted(values.items()), 1))
             db.execute("BEGIN")
             db.executemany("INSERT INTO state (key, version, value) VALUES (?, ?, ?)", rows)
+            db.execute(DIGEST)
+            db.execute("INSERT INTO digest (sha256) VALUES (?)", (_digest(values),))
             db.execute("COMMIT")  # flushed: synchronous is FULL unless somebody says otherwise
         part.replace(path)
         _flush_folder(path.parent)
-    except (OSError, sqlite3.Error) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot write the backup {path}: {error.strerror}: name another file") from error
+    except sqlite3.Error as error:
         raise ConfigError(f"cannot write the backup {path}: {error}") from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def _digest(values: Mapping[str, bytes]) -> bytes:
+    sum = hashlib.sha256()
+    for key, value in sorted(values.items()):
+        for part in (key.encode(), value):
+            sum.update(len(part).to_bytes(8))
+            sum.update(part)
+    return sum.digest()
 
 
 def _flush_folder(folder: Path) -> None:
@@ -68,7 +84,12 @@ def read_backup(path: Path) -> Values:
             (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
                 raise _damaged(path, verdict)
-            return dict(db.execute("SELECT key, value FROM state ORDER BY key").fetchall())
+            values = dict(db.execute("SELECT key, value FROM state ORDER BY key").fetchall())
+            # A file of an older coslice has none.
+            signed = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'digest'").fetchone()
+            if signed and db.execute("SELECT sha256 FROM digest").fetchall() != [(_digest(values),)]:
+                raise _damaged(path, "its content is not what was written")
+            return values
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorname", "") == "SQLITE_NOTADB":
             raise ConfigError(

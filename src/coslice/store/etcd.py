@@ -134,25 +134,28 @@ class EtcdStore:
             start = encoded(key + "\0")
 
     async def _ask(self, path: str, body: Json) -> Json:
+        why = ""
         for pause in self._pauses():
             try:
                 return await self._api.call(path, body, timeout=_TIMEOUT)
-            except NoAnswer:
+            except NoAnswer as error:
+                why = str(error)
                 await asyncio.sleep(pause)
             except StoreError as error:
                 if "compacted" in str(error):
                     raise _Compacted from error
                 raise
-        raise AssertionError("the pauses go on until they raise")
+        raise NoAnswer(f"{why}, for {_PATIENCE:g} s now: is it running, and is the address right?")
 
     def _pauses(self) -> Iterator[float]:
-        """Growing ones, for as long as another try makes sense. etcd does not tell when it is back."""
+        """Growing ones, for as long as another try makes sense. etcd does not tell when it is back. With a
+        tenure that is until its end, which raises."""
         until, pause = asyncio.get_running_loop().time() + _PATIENCE, 0.02
         while True:
             if self._tenure is not None:
                 self._tenure.check()
             elif asyncio.get_running_loop().time() > until:
-                raise NoAnswer(f"no member of etcd answered for {_PATIENCE:g} s")
+                return
             yield pause * random.uniform(0.5, 1.0)
             pause = min(2 * pause, 0.5)
 
@@ -195,7 +198,8 @@ class EtcdStore:
         doubt = False
         pauses = self._pauses()
         while batch:
-            pause = next(pauses)
+            if (pause := next(pauses, None)) is None:
+                raise NoAnswer(f"no member of etcd answered for {_PATIENCE:g} s")
             try:
                 answer = await self._api.call("kv/txn", self._transaction(batch), timeout=_TIMEOUT)
             except NoAnswer:

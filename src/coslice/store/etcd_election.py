@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from coslice.store.away import Away
 from coslice.store.base import Store, StoreError
 from coslice.store.election import Hearsay, Seat, Tenure
 from coslice.store.etcd import EtcdStore
@@ -62,7 +63,7 @@ class EtcdElection:
         self._lease: _Lease | None = None
         self._keeper: asyncio.Task[None] | None = None
         self.hearsay = Hearsay()
-        self._presence = Presence()
+        self._presence, self._away = Presence(), Away()
 
     async def campaign(self) -> tuple[Tenure, Store]:
         while True:
@@ -101,9 +102,10 @@ class EtcdElection:
         while True:
             try:
                 lease = await self._grant()
+                self._away.answers()
                 break
             except NoAnswer as error:
-                log.info("cannot stand by yet: %s", error)
+                self._away.says(error)
                 await asyncio.sleep(_AGAIN_S * random.uniform(0.5, 1.0))
         self._lease = lease
         self._keeper = asyncio.create_task(self._keep(lease), name="etcd lease")
@@ -174,9 +176,10 @@ class EtcdElection:
             try:
                 answer = await self._api.call("kv/txn", self._claim(lease), timeout=2.0)
             except NoAnswer as error:
-                log.info("nobody can be elected yet: %s", error)
+                self._away.says(error)
                 await asyncio.sleep(_AGAIN_S * random.uniform(0.5, 1.0))
                 continue
+            self._away.answers()
             revision = int(answer["header"]["revision"])
             if answer.get("succeeded"):
                 return revision

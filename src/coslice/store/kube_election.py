@@ -20,6 +20,7 @@ import uuid
 
 import msgspec
 
+from coslice.store.away import Away
 from coslice.store.base import Store, StoreError
 from coslice.store.election import Deposed, Hearsay, Seat, Tenure
 from coslice.store.kube_api import LEASES, Expired, Json, KubeApi, Missing, NoAnswer, Stale
@@ -54,7 +55,7 @@ class LeaseElection:
         self.tenure = Tenure(0)
         self.floor = 0
         self.hearsay = Hearsay()
-        self._presence = Presence()
+        self._presence, self._away = Presence(), Away()
         self._until = 0.0
         """While we lead: when we do no longer if nothing more is confirmed."""
         self._known = Candidates(self._api, seat)
@@ -67,9 +68,13 @@ class LeaseElection:
             try:
                 lease = await self._attempt()
             except (NoAnswer, Stale, Missing) as error:
-                log.info("nobody can be elected yet: %s", error)
+                if isinstance(error, NoAnswer):
+                    self._away.says(error)
+                else:
+                    log.info("nobody can be elected yet: %s", error)
                 await asyncio.sleep(_AGAIN_S * random.uniform(0.5, 1.0))
                 continue
+            self._away.answers()
             if lease is not None:
                 break
         self._lease = lease

@@ -3,6 +3,7 @@
 
 from typing import Generic, TypeVar
 
+from coslice.errors import ConfigError
 from coslice.store.base import Store
 from coslice.store.codec import Codec
 
@@ -19,8 +20,12 @@ class Slot(Generic[S]):
         self._data, self._version = found if found is not None else (b"", 0)
 
     def state(self) -> S | None:
-        """What was found, decoded; None for a new key. Raises ``ConfigError`` as the codec does."""
-        return self._codec.decode(self._data) if self._version else None
+        """What was found, decoded; None for a new key. Raises ``ConfigError`` as the codec does, naming the
+        key."""
+        try:
+            return self._codec.decode(self._data) if self._version else None
+        except ConfigError as error:
+            raise ConfigError(f"{self._key} in the store: {error}", data=error.data) from None
 
     async def save(self, state: S) -> None:
         data = self._codec.encode(state)
