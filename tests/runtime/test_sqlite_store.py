@@ -1,6 +1,7 @@
 """The SQLite store where it differs from the contract: its file, its owner, and what a kill leaves behind."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sqlite3
@@ -17,6 +18,7 @@ from coslice.errors import ConfigError
 from coslice.store import SqliteStore, sqlite
 from coslice.store.base import StoreError
 from coslice.store.ownership import Ownership
+from coslice.store.sqlite_file import open_file
 
 _WRITER = """
 import asyncio, sys
@@ -247,6 +249,19 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, list[str]]]:
 
     monkeypatch.setattr(sqlite._Writer, "_execute", watched)
     return found
+
+
+def test_a_commit_writes_one_page_whether_a_value_grows_or_shrinks(tmp_path: Path) -> None:
+    with contextlib.closing(open_file(tmp_path / "state.db")) as db:
+        save = (
+            "INSERT INTO state (key, version, value) VALUES ('group/g', 1, zeroblob(?)) "
+            "ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+        )
+        db.execute(save, (800,))
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        for turn in range(20):
+            db.execute(save, (800 if turn % 2 else 1300,))
+        assert db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1] == 20
 
 
 async def test_a_save_that_is_alone_is_written_at_once_while_the_disk_is_quick(

@@ -12,9 +12,11 @@ APPLICATION_ID = 0x636F736C  # "cosl", in the file's header
 SCHEMA = 1
 _LOG_BYTES = 4 << 20  # what the log holds before SQLite writes it back (wal_autocheckpoint, 1000 pages)
 
+# Not WITHOUT ROWID (as files of before are, and may stay): there a value of more than a quarter of a page has
+# pages of its own, and a group's passes that size to and fro with each turn: three pages a commit, not one.
 CREATE = f"""
 BEGIN IMMEDIATE;
-CREATE TABLE state (key TEXT PRIMARY KEY, version INTEGER NOT NULL, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE state (key TEXT NOT NULL PRIMARY KEY, version INTEGER NOT NULL, value BLOB NOT NULL);
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA};
 COMMIT;
