@@ -199,6 +199,20 @@ async def test_a_survey_that_does_not_come_is_no_information(world: CudaWorld) -
             await look_again()
 
 
+async def test_devices_that_are_lost_are_an_error_in_the_log(
+    world: CudaWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A container can lose them while it runs (nvidia-container-toolkit issue 48)."""
+    await world.surveyor.survey()
+    world.node.fault("nvml", None, "error", 999)
+    for _ in range(3):
+        await world.surveyor.survey()
+    assert caplog.text.count("devices can no longer be read") == 1
+    world.node.heal()
+    await world.surveyor.survey()
+    assert "devices can be read again" in caplog.text
+
+
 async def test_a_helper_that_ended_is_started_again(world: CudaWorld) -> None:
     assert (await world.surveyor.survey()).gpus
     os.kill(world.surveyor.pid, 9)

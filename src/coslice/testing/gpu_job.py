@@ -58,7 +58,8 @@ class Device:
         space = (ctypes.c_char * CHUNK).from_buffer(found)
         for address, offset, length in self._chunks():
             self._call("cuMemcpyDtoH_v2", space, ctypes.c_uint64(address + offset), ctypes.c_size_t(length))
-            if memoryview(found)[:length] != memoryview(self._pattern(offset, length)):
+            # Of bytearrays: views are compared element by element, at a twentieth of the speed.
+            if (found if length == CHUNK else found[:length]) != self._pattern(offset, length):
                 return False
         return True
 

@@ -30,7 +30,7 @@ from coslice.agent.backends.cuda_binary import CheckpointProgram
 from coslice.agent.backends.cuda_calls import Calls, Pair, State, UsableError
 from coslice.agent.backends.cuda_moves import Failure, Moves
 from coslice.agent.backends.cuda_pool import HelperPool
-from coslice.agent.backends.cuda_settings import Settings, read_pairs, read_settings
+from coslice.agent.backends.cuda_settings import Settings, check_bindings, read_pairs, read_settings
 from coslice.agent.backends.cuda_targets import find_targets
 from coslice.agent.backends.process_backend import ProcessBackend
 from coslice.agent.backends.process_ledger import Entry, Key, Target
@@ -86,11 +86,12 @@ class CudaBackend(ProcessBackend):
             moves = self._moves()
             states = await moves.states(alive)
             locked = [target for target in alive if states[target.pid] is State.LOCKED]
-            for failure in await moves.unlock(locked):
+            failures = await moves.unlock(locked)
+            for failure in failures:
                 log.error("job %s was left locked: %s", entry.job, failure.text)
             if any(state is State.CHECKPOINTED for state in states.values()):
                 await self._ledger.step(entry, "parked")
-            elif entry.fault == "":
+            elif entry.fault == "" and not failures:
                 await self._ledger.drop(entry.key)
 
     async def close(self) -> None:
@@ -154,12 +155,17 @@ class CudaBackend(ProcessBackend):
         live = await find_targets(members, survey, moves, ours=self._ours())
         live = [target for target in live if target.pid not in {each.pid for each in before}]
         if not live:
+            if not before:
+                await self._none_hidden(survey)
             self._mark(members, parked=bool(before))
             size = sum(target.bytes for target in before)
             return Snapshotted(bytes=size, residual=0, seconds=time.monotonic() - began)
         self._refuse_wedged(live)
         self._check(live, survey)
         await self._warm(len(live))
+        ours = set() if entry is None else {target.pid for target in entry.targets}
+        others = [target for target in live if target.pid not in ours]
+        checks.check_not_locked(others, await moves.states(others))
         async with self._hooks.around(members, op):
             checks.check_communicators(live, survey)
             entry = self._new_entry(members, op, (*before, *live))
@@ -167,6 +173,15 @@ class CudaBackend(ProcessBackend):
         self._mark(members, parked=True)
         self.driver_seconds += moves.driver_seconds
         return Snapshotted(bytes=entry.bytes, residual=0, seconds=time.monotonic() - began)
+
+    async def _none_hidden(self, survey: Survey) -> None:
+        """Nothing of the job was found. Is that so? A process that ended is still listed for a moment."""
+        deadline = time.monotonic() + self.settings.settle
+        while why := checks.hidden(survey):
+            if time.monotonic() >= deadline:
+                raise MoveError(why)
+            await asyncio.sleep(SETTLE_STEP)  # NVML tells nobody when a process has left the device
+            survey = await self._node.surveyor.survey()
 
     async def _freeze(
         self, entry: Entry, live: Sequence[Target], moves: Moves, members: Sequence[Member]
@@ -223,9 +238,10 @@ class CudaBackend(ProcessBackend):
             for target in live
             if states.get(target.pid) in (State.LOCKED, State.CHECKPOINTED) and target.pid not in stay
         ]
-        for failure in await moves.unlock(locked):
+        failures = await moves.unlock(locked)
+        for failure in failures:  # it is in the ledger that it was we who locked it
             log.error("job %s: not unlocked: %s", entry.job, failure.text)
-        if not hanging and not stay:
+        if not hanging and not stay and not failures:
             await self._ledger.drop(entry.key)
 
     async def _bring_back(self, entry: Entry, away: Sequence[Target], moves: Moves) -> set[int]:
@@ -281,9 +297,10 @@ class CudaBackend(ProcessBackend):
         away = [target for target in targets if states[target.pid] is State.CHECKPOINTED]
         need = replace(entry, targets=tuple(away)).per_device()
         async with self._exclusive(need):
-            await self._await_room(entry, self._mapped(need))
+            survey = await self._await_room(entry, self._mapped(need))
+            pairs = checks.check_remap(self._pairs, survey)
             entry = await self._ledger.step(entry, "returning", op=op)
-            failures = await moves.restore(away, pairs=self._pairs, untouched=self._untouched)
+            failures = await moves.restore(away, pairs=pairs, untouched=self._untouched)
         failed = {failure.pid for failure in failures}
         locked = [t for t in targets if t.pid not in failed and states[t.pid] is not State.RUNNING]
         failures += await moves.unlock(locked)
@@ -298,7 +315,7 @@ class CudaBackend(ProcessBackend):
         await self._ledger.drop(entry.key)
         return sum(target.bytes for target in away)
 
-    async def _await_room(self, entry: Entry, need: Mapping[str, int]) -> None:
+    async def _await_room(self, entry: Entry, need: Mapping[str, int]) -> Survey:
         """Measured, not believed: a restore that runs out of memory destroys the process for good."""
         deadline = time.monotonic() + self.settings.settle
         while True:
@@ -306,7 +323,7 @@ class CudaBackend(ProcessBackend):
             checks.check_driver(survey, program=isinstance(self._calls, CheckpointProgram))
             lacking = checks.check_room(need, survey, margin=self.settings.margin)
             if not lacking:
-                return
+                return survey
             if time.monotonic() >= deadline:
                 raise MoveError(
                     f"{entry.job} is not restored, which would destroy it: {lacking}. End what is in the way"
@@ -345,6 +362,7 @@ class CudaBackend(ProcessBackend):
             raise MoveError(str(error)) from None
 
     def _check(self, live: Sequence[Target], survey: Survey) -> None:
+        checks.check_remap(self._pairs, survey)
         checks.check_processes(live, survey)
         parked = sum(entry.bytes for entry in self._ledger)
         left = self._node.config.host_budget - self._node.buffers.used - parked
@@ -391,7 +409,10 @@ def make(node: NodeContext, settings: Mapping[str, object]) -> CudaBackend:
         calls = CheckpointProgram(Path(program), Path(node.config.runtime_dir) / "calls")
     else:
         calls = HelperPool(Path(node.config.runtime_dir) / "calls")
-    return CudaBackend(node, chosen, calls, read_pairs(chosen.remap))
+    pairs = read_pairs(chosen.remap)
+    if pairs and isinstance(calls, HelperPool):
+        check_bindings()
+    return CudaBackend(node, chosen, calls, pairs)
 
 
 def _bindings() -> bool:

@@ -8,6 +8,7 @@ explains it.
 from collections.abc import Mapping, Sequence
 
 from coslice.agent.backends.base import MoveError
+from coslice.agent.backends.cuda_calls import Pair, State
 from coslice.agent.backends.process_ledger import Target
 from coslice.agent.discovery import cgroups, procfs
 from coslice.agent.discovery.survey import Survey
@@ -23,6 +24,13 @@ PARTIAL_NEEDED = (575, 57, 8)
 IPC_NEEDED = (610,)
 HOST_MARGIN = 1.1
 """The driver's copy in host memory takes a little more than what was on the device."""
+REPORTED = {
+    "570.158": "torch processes were refused as not supported: use 575.57.08 or later",
+    "595.71.05": "ending a process that was restored was seen to hang the whole node. This agent checkpoints "
+    "what it has to kill; do so before you kill one yourself (coslice snapshot)",
+    "610.57.04": "locking a process with many threads was seen to crash it: try one job first",
+}
+"""What users of cuda-checkpoint reported of single drivers (its issues 34, 53, 58)."""
 _PROFILERS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
 
 
@@ -42,6 +50,11 @@ def check_driver(survey: Survey, *, program: bool) -> None:
             f"driver {survey.driver} has no checkpoint calls: 570 (CUDA 12.8) or later is needed, upgrade it"
         )
     for gpu in survey.gpus:
+        if program and gpu.persistence is False:
+            raise MoveError(
+                f"persistence mode of device {gpu.index} is off, and a restore by cuda-checkpoint then ends "
+                "the process: turn it on (nvidia-smi -pm 1), or install cuda-bindings"
+            )
         if gpu.mig:
             raise MoveError(
                 f"device {gpu.index} is in MIG mode, which the driver cannot checkpoint (it would say that "
@@ -62,7 +75,44 @@ def advice(survey: Survey) -> list[str]:
             "persistence mode is off: every first use of a device takes seconds, and tools other than this "
             "agent's helpers cannot restore; turn it on (nvidia-smi -pm 1)"
         )
+    for driver, text in REPORTED.items():
+        if survey.driver == driver or survey.driver.startswith(f"{driver}."):
+            found.append(f"driver {survey.driver}: {text}")
     return found
+
+
+def check_remap(pairs: Sequence[Pair], survey: Survey) -> tuple[Pair, ...]:
+    """The pairs, completed: the driver wants every device of the node named. Raises ``MoveError``."""
+    if not pairs:
+        return ()
+    if survey.cuda < REMAP_NEEDED:
+        raise MoveError(
+            f"driver {survey.driver} cannot restore onto other devices: 580 (CUDA 13.0) or later is needed; "
+            "upgrade it, or leave remap out"
+        )
+    for old, new in pairs:
+        from_, to = survey.gpu(old), survey.gpu(new)
+        if from_ is None or to is None:
+            here = ", ".join(gpu.uuid for gpu in survey.gpus)
+            raise MoveError(f"remap names {new if from_ else old}, which is not here; the devices are {here}")
+        if to.name != from_.name or to.total < from_.total:
+            raise MoveError(
+                f"remap names {new} ({to.name}, {format_size(to.total)}) for {old} ({from_.name}, "
+                f"{format_size(from_.total)}), and only a device of the same kind and size will do"
+            )
+    named = {old for old, _ in pairs}
+    return (*pairs, *((gpu.uuid, gpu.uuid) for gpu in survey.gpus if gpu.uuid not in named))
+
+
+def check_not_locked(targets: Sequence[Target], states: Mapping[int, State | None]) -> None:
+    """By another than this agent. Raises ``MoveError``."""
+    for target in targets:
+        if states.get(target.pid) is State.LOCKED:
+            raise MoveError(
+                f"process {target.pid} is locked already, and not by this agent: let whoever did it end, or "
+                f"unlock it (cuda-checkpoint --action unlock --pid {target.pid})",
+                pid=target.pid,
+            )
 
 
 def check_processes(targets: Sequence[Target], survey: Survey) -> None:
@@ -103,6 +153,21 @@ def _check_process(target: Target, survey: Survey) -> None:
             "the job without it",
             pid=pid,
         )
+
+
+def hidden(survey: Survey) -> str:
+    """Why it is not known whose the devices are; empty if it is.
+
+    From within a pid namespace NVML was seen to tell pids of the node, or none."""
+    for gpu in survey.gpus:
+        for holder in gpu.holders:
+            if holder.bytes != 0 and procfs.process(holder.pid) is None:
+                return (
+                    f"device {gpu.index} is used by process {holder.pid}, which is not in this pid "
+                    "namespace, and nothing of this job is seen there: run the agent in the node's (hostPID: "
+                    "true; docker: --pid=host)"
+                )
+    return ""
 
 
 def check_communicators(targets: Sequence[Target], survey: Survey) -> None:

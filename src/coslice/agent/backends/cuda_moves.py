@@ -6,6 +6,7 @@ failed step means for the job, who undoes what, and where there is room is the b
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +25,12 @@ from coslice.agent.backends.cuda_calls import (
 )
 from coslice.agent.backends.process_ledger import Target
 
+log = logging.getLogger(__name__)
+
 STATE_SECONDS = 20.0
 """Reading a state starts nothing, but was seen to take seconds, and hangs while a peer is locked."""
+SLOW = 0.5
+"""A call is spoken of when so much of its time has passed."""
 LOCK_GRACE = 10.0
 """Beyond its own timeout."""
 DEFINITE = (api.OUT_OF_MEMORY, api.NOT_SUPPORTED, api.NOT_FOUND, api.UNAVAILABLE)
@@ -208,6 +213,7 @@ class Moves:
         self, target: Target, request: Request, deadline: float
     ) -> tuple[Reply, State | None] | Failure:
         """The reply and the state after it; or that nothing more can be done."""
+        slow = asyncio.get_running_loop().call_later(SLOW * deadline, _tell_slow, request, deadline)
         try:
             reply = await self._calls.call(request, deadline=deadline)
         except CallHangs as hangs:
@@ -216,6 +222,8 @@ class Moves:
             reply = Reply(code=999, name=str(broke))
         except UsableError as error:
             reply = Reply(code=api.UNAVAILABLE, name=str(error))
+        finally:
+            slow.cancel()
         self._spent.append((reply.began, reply.began + reply.seconds))
         state = _known(reply.state)
         if state is None and (reply.code or request.verify):
@@ -224,6 +232,16 @@ class Moves:
             text = f"process {target.pid} ended during the {request.action}"
             return Failure(pid=target.pid, text=text, final=True)
         return reply, state
+
+
+def _tell_slow(request: Request, deadline: float) -> None:
+    log.warning(
+        "the %s of process %d has taken %.0f s; at %.0f s it counts as hanging",
+        request.action,
+        request.pid,
+        SLOW * deadline,
+        deadline,
+    )
 
 
 def _known(state: int) -> State | None:

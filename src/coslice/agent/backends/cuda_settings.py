@@ -1,5 +1,7 @@
 """What an operator may set for the ``cuda`` backend, and what of it makes no sense."""
 
+import contextlib
+import importlib.metadata
 from collections.abc import Mapping
 from typing import Literal
 
@@ -28,7 +30,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds that freed device memory may take to be seen as free."""
     tries: int = 3
     remap: str = ""
-    """``GPU-old=GPU-new,…``: devices to restore onto; a permutation of all devices of the node."""
+    """``GPU-old=GPU-new`` with spaces between pairs: devices to restore onto, a permutation. The node's other
+    devices stay."""
 
 
 def read_settings(settings: Mapping[str, object]) -> Settings:
@@ -39,7 +42,7 @@ def read_settings(settings: Mapping[str, object]) -> Settings:
 
 def read_pairs(text: str) -> tuple[Pair, ...]:
     pairs = []
-    for part in filter(None, text.split(",")):
+    for part in text.split():
         old, equals, new = part.partition("=")
         if not equals or not all(uuid.strip().startswith("GPU-") for uuid in (old, new)):
             raise ConfigError(f"backend cuda: remap {part!r} is not GPU-old=GPU-new")
@@ -49,3 +52,14 @@ def read_pairs(text: str) -> tuple[Pair, ...]:
     if all(old == new for old, new in pairs):
         return ()  # stay off the driver's way of moving processes between devices
     return tuple(pairs)
+
+
+def check_bindings() -> None:
+    """Can the installed cuda-bindings restore onto other devices? Raises ``ConfigError``."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("cuda-bindings")
+        if version.partition(".")[0] == "12":
+            raise ConfigError(
+                f"backend cuda: remap needs cuda-bindings 13.4 or later, and {version} is installed: pip "
+                "install -U 'cuda-bindings>=13.4', or leave remap out"
+            )

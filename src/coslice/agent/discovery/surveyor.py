@@ -33,6 +33,8 @@ class Surveyor:
         self._at = float("-inf")
         self._ecc: dict[str, int] = {}
         self._said = ""
+        self._seen = False
+        """Has a survey ever shown a device?"""
         self.last = Survey(error="no survey was taken yet")
         self.xids: dict[str, int] = {}
         """The last Xid error of each device, by UUID."""
@@ -97,9 +99,14 @@ class Surveyor:
     def _watch(self, survey: Survey) -> None:
         """Log what has changed: errors come and go once, not with every survey."""
         if survey.error != self._said:
-            if survey.error:
+            if survey.error and self._seen:  # a container can lose its devices while it runs
+                log.error("devices can no longer be read, and nothing moves there: %s", survey.error)
+            elif survey.error:
                 log.debug("no information on devices: %s", survey.error)
+            elif self._seen:
+                log.warning("devices can be read again")
             self._said = survey.error
+        self._seen = self._seen or bool(survey.gpus)
         for gpu in survey.gpus:
             errors, before = gpu.ecc_uncorrected or 0, self._ecc.get(gpu.uuid, 0)
             if errors > before:
