@@ -12,7 +12,7 @@ from msgspec import Struct, structs
 from coslice.core.effects import Reason, ReasonCode
 from coslice.core.outcome import Rejected, Step
 from coslice.runtime.clock import LoopClock
-from coslice.runtime.driver import Driver, Stopped
+from coslice.runtime.driver import PATIENCE_S, Driver, Stopped
 from coslice.store.base import Conflict, Store
 from coslice.store.codec import Codec
 from coslice.store.memory import MemoryStore
@@ -182,6 +182,65 @@ async def test_what_is_told_again_is_saved_soon_although_nothing_follows() -> No
     await rig.driver.post(Hear(1))
     await asyncio.sleep(1.0)
     assert rig.log == [("changed", 1), "saving", "saved"]
+    await rig.stop()
+
+
+@virtual
+async def test_a_patient_event_is_saved_in_one_turn_with_the_next_that_does_not_wait() -> None:
+    rig = Rig(patient=lambda state, event: isinstance(event, Hear)).start()
+    await asyncio.sleep(1.0)
+    waits = rig.driver.put(Hear(1))
+    await asyncio.sleep(PATIENCE_S / 2)
+    assert rig.log == []
+    rig.driver.tell(Hear(2))
+    await rig.driver.post(Add(5))
+    assert rig.log == ["saving", "saved", 8, ("changed", 8)]
+    assert waits.done()
+    assert [event for _, event, _ in rig.records] == [Hear(1), Hear(2), Add(5)]
+    await rig.stop()
+
+
+@virtual
+async def test_patience_ends_and_drivers_that_wait_save_together() -> None:
+    loop = asyncio.get_running_loop()
+    rigs = [Rig(patient=lambda state, event: isinstance(event, Hear)).start() for _ in range(2)]
+    await asyncio.sleep(1.0)
+    answered = []
+    for rig in rigs:
+        await asyncio.sleep(PATIENCE_S / 3)
+        rig.driver.put(Hear(1)).add_done_callback(lambda _: answered.append(loop.time()))
+    began = loop.time()
+    await asyncio.sleep(3 * PATIENCE_S)
+    assert [rig.log for rig in rigs] == [["saving", "saved", ("changed", 1)]] * 2
+    assert answered[0] == answered[1]
+    assert PATIENCE_S / 2 < answered[0] - began <= 2 * PATIENCE_S
+    await asyncio.gather(*(rig.stop() for rig in rigs))
+
+
+@virtual
+async def test_an_event_that_need_not_be_patient_any_more_is_taken_at_once() -> None:
+    """The turn that was on when it came changed the state."""
+    rig = Rig(patient=lambda state, event: isinstance(event, Hear) and state.total == 0).start()
+    rig.store.gate = asyncio.Event()
+    busy = rig.driver.put(Add(5))
+    await asyncio.sleep(1.0)
+    waits = rig.driver.put(Hear(1))
+    rig.store.gate.set()
+    began = asyncio.get_running_loop().time()
+    await waits
+    assert busy.done()
+    assert asyncio.get_running_loop().time() == began
+    await rig.stop()
+
+
+@virtual
+async def test_patience_puts_no_deadline_off() -> None:
+    rig = Rig(patient=lambda state, event: isinstance(event, Hear)).start()
+    at = asyncio.get_running_loop().time()
+    await rig.driver.post(Add(5, due_in=PATIENCE_S / 4, at=at))
+    rig.driver.tell(Hear(1))
+    await asyncio.sleep(PATIENCE_S / 2)
+    assert rig.said == [5, 106], "what came before the deadline goes before it"
     await rig.stop()
 
 

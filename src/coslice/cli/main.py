@@ -336,6 +336,9 @@ def orchestrator(
     json: Json = False,
 ) -> None:
     """Run the orchestrator alone; agents of several nodes dial in. Several of them may share a store."""
+    from coslice.runtime.poller import one_thread
+
+    one_thread()
     from coslice.cli.up import run_orchestrator
 
     decisions.set_up(log_level, log_format)

@@ -15,7 +15,7 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core import group as core
 from coslice.core.brief import brief
-from coslice.core.group_state import Drained, Group, drain_of
+from coslice.core.group_state import Drained, Group, Held, Swapping, drain_of
 from coslice.core.ids import GroupId, NodeId
 from coslice.core.outcome import Step
 from coslice.core.policy import policy_named
@@ -56,6 +56,16 @@ def _changes(old: GroupConfig, new: GroupConfig) -> str:
 def _told_again(event: ev.GroupEvent) -> bool:
     """Agents repeat facts when they attach, and an operation's report when it is commanded again."""
     return isinstance(event, ev.OpSucceeded | ev.NodeReported)
+
+
+def _patient(state: Group, event: ev.GroupEvent) -> bool:
+    """What only adds to the state, while the lock is somebody else's or on its way."""
+    if isinstance(event, ev.GrantConfirmed):
+        return True
+    if not isinstance(event, ev.AcquireRequested):
+        return False
+    busy = state.occupancy
+    return isinstance(busy, Swapping) or (isinstance(busy, Held) and busy.job != event.job)
 
 
 def taken_up(saved: Group, now: float, config: OrchestratorConfig) -> Group:
@@ -244,6 +254,7 @@ class Groups:
             record=functools.partial(self._record, config.id),
             changed=self._is_changed,
             told_again=_told_again,
+            patient=_patient,
             on_stall=core.stalled,
             stall_limit=max(1.0, self._config.session_grace / 2),
         )

@@ -14,6 +14,7 @@ Call it from the thread of its event loop only.
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
@@ -30,6 +31,7 @@ F = TypeVar("F")
 log = logging.getLogger(__name__)
 
 UNSAVED_S = 0.2
+PATIENCE_S = 0.02
 
 
 class Stopped(CosliceError):
@@ -69,6 +71,10 @@ class Driver(Generic[S, E, F]):
     ``told_again(event)``: would whoever sent it say it again to a restarted machine? A turn of only such
     events without effects is not worth a flush of its own: it is saved with the next turn, at the latest
     after ``UNSAVED_S``.
+
+    ``patient(state, event)``: would it make no difference to anybody if the event came a moment later? Then
+    it waits for the next that is not, and is stepped and saved with that in one turn; else for one to two
+    ``PATIENCE_S``, so that all drivers that wait save together. Its poster waits as long.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class Driver(Generic[S, E, F]):
         on_stall: Callable[[S, float], S] | None = None,
         stall_limit: float = 5.0,
         told_again: Callable[[E], bool] | None = None,
+        patient: Callable[[S, E], bool] | None = None,
     ) -> None:
         self.name = name
         self._state = state
@@ -94,13 +101,18 @@ class Driver(Generic[S, E, F]):
         self._clock, self._save, self._perform = clock, save, perform
         self._record, self._changed = record, changed
         self._on_stall, self._stall_limit = on_stall, stall_limit
-        self._told_again = told_again
+        self._told_again, self._patient = told_again, patient
         self._unsaved = False
         self._inbox: deque[_Post[E]] = deque()
         self._turn: list[_Post[E]] = []
         self._first: tuple[F, ...] = ()
         self._wake: asyncio.Future[None] | None = None
-        self._planned: float | None = None  # when the wait should end at the latest
+        self._hurry = False  # something in the inbox does not wait
+        self._patience: float | None = None  # until when what is there waits, in the loop's time
+        self._due = math.inf  # when the wait ends, in the same
+        self._timer: asyncio.TimerHandle | None = None  # left as it is where it comes before that
+        self._dated: tuple[object, float | None] = (object(), None)  # a state, and its deadline
+        self._planned: float | None = None  # when the wait should end at the latest, where that matters
         self._deaf = False  # the deadline passed and the machine had nothing to do at it
         self._running = False
         self._stopped: Stopped | None = None
@@ -133,8 +145,7 @@ class Driver(Generic[S, E, F]):
         if self._stopped is not None:
             raise Stopped(str(self._stopped)) from self._stopped.__cause__
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._inbox.append(_Post(event, done))
-        self._ring()
+        self._take(_Post(event, done))
         return done
 
     def tell(self, event: E) -> None:
@@ -142,8 +153,7 @@ class Driver(Generic[S, E, F]):
         if self._stopped is not None:
             log.debug("%s is stopped and does not hear %r", self.name, event)
             return
-        self._inbox.append(_Post(event, None))
-        self._ring()
+        self._take(_Post(event, None))
 
     async def run(self) -> None:
         """Serve until cancelled. Raises whatever broke the driver; it is then stopped for good."""
@@ -162,38 +172,79 @@ class Driver(Generic[S, E, F]):
 
     # ── waiting ────────────────────────────────────────────────────────────
 
+    def _take(self, post: _Post[E]) -> None:
+        self._inbox.append(post)
+        if self._hurry:
+            return
+        if self._patient is None or not self._patient(self._state, post.event):
+            self._hurry = True
+            self._ring()
+        elif self._patience is None:
+            loop = asyncio.get_running_loop()
+            self._patience = PATIENCE_S * math.ceil(loop.time() / PATIENCE_S + 1)
+            if self._wake is not None:
+                self._end_by(self._patience, loop)
+
     def _ring(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
     async def _wait(self) -> None:
-        """Until there is an event or the next deadline is reached."""
-        if self._inbox:
+        """Until there is an event that does not wait, or patience or the next deadline is at its end."""
+        if self._hurry or not all(self._still_patient(post) for post in self._inbox):
             return
         loop = asyncio.get_running_loop()
         self._wake = loop.create_future()
-        timer = self._arm(loop)
+        self._plan(loop)
         try:
             await self._wake
         finally:
-            self._wake = None
-            if timer is not None:
-                timer.cancel()
+            self._wake, self._due = None, math.inf
 
-    def _arm(self, loop: asyncio.AbstractEventLoop) -> asyncio.TimerHandle | None:
-        deadline = None if self._deaf else self._next_deadline(self._state)
-        if deadline is None:
-            self._planned = None
-            return loop.call_later(UNSAVED_S, self._ring) if self._unsaved else None
-        now = self._clock.now()
-        delay = max(0.0, deadline - now)
-        if self._on_stall is not None:
-            # A stall gives no notification of its own: it is seen by a timer that comes late.
-            delay = min(delay, self._stall_limit / 2)
+    def _still_patient(self, post: _Post[E]) -> bool:
+        """The state is perhaps another one than when it came."""
+        return self._patient is not None and self._patient(self._state, post.event)
+
+    def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
+        deadline = None if self._deaf else self._deadline(self._state)
+        delay = math.inf
+        self._planned = None
+        if deadline is not None:
+            now = self._clock.now()
+            delay = max(0.0, deadline - now)
+            if self._on_stall is not None:
+                # A stall gives no notification of its own: it is seen by a timer that comes late.
+                delay = min(delay, self._stall_limit / 2)
         if self._unsaved:
             delay = min(delay, UNSAVED_S)
-        self._planned = now + delay
-        return loop.call_later(delay, self._ring)
+        if deadline is not None:
+            self._planned = now + delay
+        end = loop.time() + delay
+        self._end_by(end if self._patience is None else min(end, self._patience), loop)
+
+    def _end_by(self, end: float, loop: asyncio.AbstractEventLoop) -> None:
+        """The wait that is on ends then at the latest."""
+        self._due = min(self._due, end)
+        if self._timer is not None:
+            if self._timer.when() <= self._due:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(self._due, self._timed) if self._due < math.inf else None
+
+    def _timed(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        if self._wake is None:
+            return  # the next wait will have a timer of its own
+        if self._due <= loop.time():
+            self._ring()
+        else:
+            self._end_by(self._due, loop)
+
+    def _deadline(self, state: S) -> float | None:
+        if self._dated[0] is not state:
+            self._dated = state, self._next_deadline(state)
+        return self._dated[1]
 
     def _stalled(self, now: float) -> bool:
         """True after every stall longer than ``stall_limit``, never after one shorter than half of it."""
@@ -210,6 +261,7 @@ class Driver(Generic[S, E, F]):
         self._planned = None
         self._turn = list(self._inbox)
         self._inbox.clear()
+        self._hurry, self._patience = False, None
         steps: list[Step[S, F]] = []
         for post in self._turn:
             state = self._advance(state, post, steps)
@@ -249,7 +301,7 @@ class Driver(Generic[S, E, F]):
     def _pass_deadline(self, state: S, now: float, steps: list[Step[S, F]]) -> S:
         """Events that are here already go before a deadline: a client that came back in time is heard
         first."""
-        deadline = self._next_deadline(state)
+        deadline = self._deadline(state)
         if deadline is None or deadline > now or (self._deaf and not self._turn):
             return state
         post: _Post[E] = _Post(self._deadline_passed(now), None)
@@ -281,3 +333,5 @@ class Driver(Generic[S, E, F]):
             post.fail(told)
         self._turn = []
         self._inbox.clear()
+        if self._timer is not None:
+            self._timer.cancel()
