@@ -331,3 +331,29 @@ async def test_groups_may_be_taken_in_any_order_as_upstream_allows(
     callers.append(up_)
     await up_.acquire("job-a", "pool")
     assert (await up_.acquire("job-a", "alpha")).success
+
+
+async def test_a_holder_that_asks_again_and_hangs_up_keeps_what_it_has(
+    world: World, callers: list[Caller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up_, _ = await started(world, callers)
+    await up_.acquire("job-a")
+    saving, gate, save = asyncio.Event(), asyncio.Event(), MemoryStore.save
+
+    async def wait(self: MemoryStore, key: str, value: bytes, *, expect: int) -> int:
+        saving.set()
+        await gate.wait()
+        return await save(self, key, value, expect=expect)
+
+    monkeypatch.setattr(MemoryStore, "save", wait)
+    call = asyncio.create_task(up_.acquire("job-a"))
+    await saving.wait()
+    call.cancel()
+    await asyncio.wait([call])
+    gate.set()
+    other = asyncio.create_task(up_.acquire("job-b"))
+    watcher = await world.client("watcher")
+    await watcher.until("pool", lambda group: [w.job for w in group.waiters] == ["job-b"])
+    assert (await up_.status()).group.locking_job == "job-a"
+    await up_.give("job-a")
+    assert (await other).success
