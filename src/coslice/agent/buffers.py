@@ -120,10 +120,8 @@ class BufferServer:
                 code="INVALID",
                 message="no registered process has this token and pid: register, then ask from that process",
             )
-        if shared and device:
-            return self._share_on_device(connection, owner, shared, size, fds, device)
         if shared:
-            return await self._share(connection, owner, shared, size, fds, again=again)
+            return await self._share(connection, owner, shared, size, fds, device, again=again)
         if give:
             return self._take_back(connection, owner, fds)
         _close_all(fds)
@@ -147,14 +145,19 @@ class BufferServer:
         digest: str,
         size: int,
         fds: list[int],
+        device: str,
         *,
         again: bool,
     ) -> None:
-        """A copy that several processes use: asked for, or, with its descriptor, handed over."""
+        """A copy that several processes use, in host memory or on the device (``device``: what is to become
+        of it there): asked for or, with its descriptor, handed over; or left."""
         _close_all(fds[1:])
+        made = fds[0] if fds else None
         try:
-            if fds:
-                fd = await self._buffers.take_shared(digest, fds[0], size, owner.buffer, again=again)
+            if device:
+                fd = self._share_on_device(owner, digest, size, made, device)
+            elif made is not None:
+                fd = await self._buffers.take_shared(digest, made, size, owner.buffer, again=again)
             else:
                 fd = self._buffers.use_shared(digest, size, owner.buffer)
         except NoHostMemory as error:
@@ -164,31 +167,20 @@ class BufferServer:
         return _reply(connection, size=size, fd=fd)
 
     def _share_on_device(
-        self,
-        connection: socket.socket,
-        owner: "Owner",
-        digest: str,
-        size: int,
-        fds: list[int],
-        where: str,
-    ) -> None:
-        """The copy on the device: ``here``, asked for or, with its descriptor, handed over; or left."""
-        _close_all(fds[1:])
-        made, fd = (fds[0] if fds else None), None
+        self, owner: "Owner", digest: str, size: int, made: int | None, where: str
+    ) -> int | None:
+        """Owns ``made``; raises ``NotShareable``."""
         try:
             if self._common is None or not isinstance(owner, Member):
                 raise NotShareable("this agent shares none on the device")
             if where == "here":
                 taken, made = made, None
-                fd = self._common.use(owner, digest, size, taken)
-            else:
-                self._common.away(owner, digest, size, for_good=where == "never")
-        except NotShareable as error:
-            return _reply(connection, code="INVALID", message=f"frozen weights are not shared: {error}")
+                return self._common.use(owner, digest, size, taken)
+            self._common.away(owner, digest, size, for_good=where == "never")
+            return None
         finally:
             if made is not None:
                 os.close(made)
-        return _reply(connection, size=size, fd=fd)
 
     def _give_ticket(self, connection: socket.socket) -> None:
         pid, uid = _peer(connection)
