@@ -1,5 +1,9 @@
 """Brings the next job's state in while another's leaves, never more than the device has room for.
 
+It takes the room that the other one makes, and of what was free before only what will be lacking: memory that
+was just in use is at hand, and what lay idle may be the system's to find again. On a virtual machine whose
+host takes free pages back, pages that nobody used for two seconds cost thirty times as much.
+
 Nothing depends on it: the next job stays parked until its restore, which then finds some of its bytes there
 already. So it may be called off at any moment, and then the device is as it would have been. The group makes
 one for an eviction, the backend begins it and calls it off if the eviction fails.
@@ -8,7 +12,7 @@ one for an eviction, the backend begins it and calls it off if the eviction fail
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from coslice.agent.host import counter_error
 from coslice.agent.members import Member, MoveRefused
@@ -31,6 +35,10 @@ class Ahead:
     def __init__(self, job: JobId, members: Sequence[Member], *, op: OpId, room: Callable[[], int]) -> None:
         """``room``: bytes of the device that nobody uses, as measured now."""
         self.job, self._members, self.op, self._room = job, members, op, room
+        self._going: dict[Member, int] = {}
+        self._gone: dict[Member, int] = {}
+        self._told = [0] * len(members)
+        """Up to where each was told to come."""
         self._over = False
         self._changed = asyncio.Event()
 
@@ -43,8 +51,10 @@ class Ahead:
             return None
         return cls(job, members, op=op, room=room) if sum(map(_parked, members)) >= WORTH else None
 
-    def begin(self, leaving: Sequence[Member]) -> None:
-        """``leaving`` give way part by part from now on."""
+    def begin(self, leaving: Mapping[Member, int]) -> None:
+        """``leaving`` give way part by part from now on, so many bytes each."""
+        self._going |= leaving
+        self._gone |= dict.fromkeys(leaving, 0)
         for member in (*self._members, *leaving):
             member.heard = self._look
         self._look()
@@ -56,15 +66,28 @@ class Ahead:
     def _look(self) -> None:
         """Something left, or came: is there room for more?"""
         self._changed.set()
-        if self._over or any(member.asked for member in self._members):
+        self._gone = {member: max(gone, member.given) for member, gone in self._gone.items()}
+        if self._over:
             return
-        rest = [_parked(member) - (member.ahead or 0) for member in self._members]
-        spare = self._room() - len(self._members) * MARGIN
-        if sum(rest) <= 0 or spare < min(STEP, sum(rest)):
+        here = [member.ahead or 0 for member in self._members]
+        if not any(member.asked for member in self._members):
+            self._told = here
+        whole = list(map(_parked, self._members))
+        rest = [size - told for size, told in zip(whole, self._told, strict=True)]
+        made = sum(self._gone.values()) + max(0, sum(whole) - sum(self._going.values()))
+        least = min(STEP, sum(rest))
+        if least <= 0 or made - sum(self._told) < least:
             return
-        for member, size in zip(self._members, rest, strict=True):
+        # Of a command that is not answered yet a part may be done: that counts twice then, never less.
+        spare = sum(here) + self._room() - len(self._members) * MARGIN
+        more = min(spare, made) - sum(self._told)
+        if more < least:
+            return
+        for index, (member, size) in enumerate(zip(self._members, rest, strict=True)):
+            most = self._told[index] + min(size, more * size // sum(rest))
             with contextlib.suppress(MoveRefused):
-                member.bring_ahead(self.op, (member.ahead or 0) + min(size, spare * size // sum(rest)))
+                member.bring_ahead(self.op, most)
+                self._told[index] = most
 
     async def call_off(self) -> None:
         """Free what came, and wait until it is freed."""

@@ -90,7 +90,9 @@ class AppChannelBackend(Defaults):
             member.full = max(member.full if member.unsure else 0, _measure(member))
         there = [member.state_bytes - member.away for member in leaving]
         if ahead is not None:
-            ahead.begin(leaving)
+            ahead.begin(
+                {m: o.at_least_bytes or size for m, o, size in zip(leaving, orders, there, strict=True)}
+            )
         outcomes = await asyncio.gather(
             *(
                 self._move_out(m, op, o, give_way=ahead is not None)
