@@ -174,7 +174,9 @@ def _pair(
 def _overlap(size: int, rounds: int) -> dict[str, Any]:
     """Jobs of nearly the whole device, each on a core of its own, as jobs are that do not share them.
 
-    The plain copies are made in processes that register nothing: a device has no room for them.
+    The plain copies are made in processes that register nothing: a device has no room for them. All turns of
+    one pair follow each other, and each pair is first as often as the other: the system keeps what one core
+    freed for that core, so a turn finds memory at hand or not by what was freed before it.
     """
     device = size // 2
     state = device * 9 // 10
@@ -191,14 +193,14 @@ def _overlap(size: int, rounds: int) -> dict[str, Any]:
         for job in (first, second):
             job.do("keep_aside")
         walls: list[list[float]] = [[], []]
-        at_once, one_by_one = [], []
         for number in range(rounds + 2):
-            for index in range(2):
-                for pair, wall in zip(pairs, walls, strict=True):
-                    wall.append(pair[index].do("turn")["seconds"])
-            if number >= 2:
-                at_once.append(_both(first, second))
-                one_by_one.append(first.do("half_swap", back=False) + second.do("half_swap", back=True))
+            for which in (0, 1) if number % 2 else (1, 0):
+                walls[which] += [job.do("turn")["seconds"] for job in pairs[which]]
+        copies = [
+            (_both(first, second), first.do("half_swap", back=False) + second.do("half_swap", back=True))
+            for _ in range(rounds + 1)
+        ]
+    at_once, one_by_one = zip(*copies[1:], strict=True)
     together, serial = walls[0][4:], walls[1][4:]
     return {
         "overlap_ratio": _ratio(together, serial),
