@@ -13,6 +13,7 @@ from coslice.profile.cycle import cycles, solo_seconds
 from coslice.profile.given import given_profile
 from coslice.profile.model import Durations, Phase, Profile, make_pool
 from coslice.profile.options import ReadOptions
+from coslice.simulate.day import Part, run_part, scenario
 from coslice.simulate.from_profile import job_of
 from coslice.simulate.run import simulate
 from coslice.simulate.solo import alone
@@ -261,3 +262,18 @@ def test_a_job_that_ends_no_whole_step_within_the_window_has_no_figures() -> Non
     report = simulate(Scenario(pools=(POOL,), jobs=(slow,), until=1000.0, warmup=500.0))
     assert report.jobs == {}
     assert report.slowdown == {}
+
+
+def test_slices_of_a_day_add_up_to_the_day_played_as_a_whole() -> None:
+    part = Part(nodes=3, jobs=12, seed=4, seconds=16 * 3600.0)
+    whole = simulate(scenario(part))
+    told = [run_part(replace(part, slice=k, of=2)) for k in range(2)]
+    assert [one.groups for one in told] == [2, 1]
+    assert sum(one.core_steps for one in told) == whole.core_steps > 500
+    assert sum(one.swaps for one in told) == whole.swaps
+    useful = sum(one.useful_s for one in told) / (3 * part.seconds)
+    assert useful == pytest.approx(whole.useful_duty)
+    assert sum(one.jobs for one in told) == whole.slowdown_spread.count
+    assert sum(one.slowdowns for one in told) / whole.slowdown_spread.count == pytest.approx(
+        whole.slowdown_spread.mean
+    )

@@ -16,6 +16,8 @@ from coslice.simulate.day import Part, Told, run_part
 console = Console(highlight=False, emoji=False)
 progress = Console(stderr=True, highlight=False, emoji=False)
 PARTS = 20
+SLICES = 4
+"""Of each part, handed out one by one: whoever is free takes the next, so that all end together."""
 
 
 def bench_sim(*, processes: int, nodes: int, jobs: int, hours: float, out: Path | None) -> None:
@@ -34,8 +36,11 @@ def bench_sim(*, processes: int, nodes: int, jobs: int, hours: float, out: Path 
             jobs=jobs // count + (n < jobs % count),
             seed=n,
             seconds=3600 * hours,
+            slice=k,
+            of=min(SLICES, nodes // count),
         )
         for n in range(count)
+        for k in range(min(SLICES, nodes // count))
     ]
     begun = time.perf_counter()
     told = list(_run(parts, processes))
@@ -51,9 +56,9 @@ def bench_sim(*, processes: int, nodes: int, jobs: int, hours: float, out: Path 
         "seconds": wall,
         "simulated_s": 3600 * hours,
         "nodes": nodes,
-        "jobs": sum(one.jobs for one in told),
-        "useful_duty": sum(one.useful_duty for one in told) / len(told),
-        "slowdown_mean": sum(one.slowdown * one.jobs for one in told) / sum(one.jobs for one in told),
+        "jobs": jobs,
+        "useful_duty": sum(one.useful_s for one in told) / (3600 * hours * sum(one.groups for one in told)),
+        "slowdown_mean": sum(one.slowdowns for one in told) / max(1, sum(one.jobs for one in told)),
         "swaps": sum(one.swaps for one in told),
     }
     if out is not None:

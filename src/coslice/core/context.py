@@ -40,6 +40,7 @@ from coslice.core.ids import MemberId
 from coslice.core.node_facts import facts, same_word
 from coslice.core.node_leaving import leaving_overdue, snapshot_failed
 from coslice.core.node_members import (
+    LOST_KEPT,
     forget_old_losses,
     on_forgotten,
     on_gone,
@@ -67,27 +68,35 @@ __all__ = [
     "step",
 ]
 
+_PUSH = fx.PushFacts()
+
 
 def step(holdings: Holdings, event: NodeEvent) -> Step[Holdings, NodeEffect]:
     """Apply one event. A stale command or a second incarnation is ``Rejected``, and nothing changed."""
     turn = NodeTurn(holdings, event.at)
     _hear(turn, event)
     advance(turn)
-    forget_old_losses(turn)
+    after = turn.holdings
+    if after.contexts is not holdings.contexts and len(after.contexts) > LOST_KEPT:
+        forget_old_losses(turn)
+        after = turn.holdings
     effects = tuple(turn.effects)
-    if turn.holdings is not holdings and not same_word(holdings, turn.holdings):
-        turn.holdings = replace(turn.holdings, version=holdings.version + 1)
-        effects = (fx.PushFacts(), *effects)  # first, so that a report is never ahead of what it reports
-    return Step(turn.holdings, effects, tuple(turn.reasons))
+    if after is not holdings and not same_word(holdings, after):
+        after = replace(after, version=holdings.version + 1)
+        effects = (_PUSH, *effects)  # first, so that a report is never ahead of what it reports
+    return Step(after, effects, tuple(turn.reasons))
 
 
 def next_deadline(holdings: Holdings) -> float | None:
     """When ``DeadlinePassed`` is due if nothing else happens first, in seconds on the driver's clock."""
-    moving = in_transit(holdings)
-    if moving is not None:
-        assert isinstance(moving.place, Leaving | Returning)
-        return moving.place.until
-    return holdings.running.room_by if holdings.running is not None else None
+    running = holdings.running
+    if running is None:
+        return None
+    for context in holdings.contexts:
+        place = context.place
+        if type(place) is Leaving or type(place) is Returning:
+            return place.until
+    return running.room_by
 
 
 def restarted(holdings: Holdings, now: float) -> Holdings:
@@ -228,7 +237,7 @@ def _on_measured(turn: NodeTurn, event: ev.UsageMeasured) -> None:
         return
     use = event.bytes if _notable(context.use, event.bytes) else context.use
     # One that leaves in the middle of a phase computes until it stands still.
-    grows = isinstance(place, Live | Leaving)
+    grows = type(place) is Live or type(place) is Leaving
     peak = max(context.peak, event.bytes) if grows else context.peak
     if (use, peak) != (context.use, context.peak):
         turn.put(replace(context, use=use, peak=peak))
@@ -265,7 +274,10 @@ def _returning(
 def _marked(
     context: Context, of: tuple[MemberId, ...], *, parked: bool = False, part: bool = False
 ) -> tuple[Member, ...]:
-    return tuple([replace(m, parked=parked, part=part) if m.id in of else m for m in context.members])
+    members = context.members
+    if len(members) == 1 and members[0].id in of:
+        return (replace(members[0], parked=parked, part=part),)
+    return tuple([replace(m, parked=parked, part=part) if m.id in of else m for m in members])
 
 
 def _on_snapshot_succeeded(turn: NodeTurn, event: ev.SnapshotSucceeded) -> None:
@@ -279,8 +291,11 @@ def _on_snapshot_succeeded(turn: NodeTurn, event: ev.SnapshotSucceeded) -> None:
         to = Partly(saved=saved, left=max(1, event.residual))
     members = _marked(context, place.of, parked=not event.partly, part=event.partly)
     context = replace(context, members=members, place=to, use=event.residual if event.partly else 0)
-    late = [m for m in context.members if not m.parked and not m.part]
-    turn.put(settled(context) if late else context)  # whoever joined meanwhile is still on the device
+    for member in members:
+        if not member.parked and not member.part:  # it joined meanwhile, and is still on the device
+            context = settled(context)
+            break
+    turn.put(context)
     count_eviction(turn, context.job, event.bytes)
     turn.say(
         ReasonCode.EVICT,

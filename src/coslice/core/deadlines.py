@@ -13,6 +13,7 @@ from coslice.core.effects import ReasonCode
 from coslice.core.group_state import (
     Group,
     Held,
+    HolderState,
     Swapping,
     active,
     contended,
@@ -47,14 +48,16 @@ def next_deadline(group: Group) -> float | None:
     if group.stuck and group.waiters:
         due += [stuck.retry_at for stuck in group.stuck]
     if type(held) is Held:
-        for holder in active(held):
-            if holder.confirm_by is not None:
+        for holder in held.holders:
+            if holder.confirm_by is not None and holder.state is HolderState.ACTIVE:
                 due.append(holder.confirm_by)
-        if (overrun := _overrun_at(group, held)) is not None:
+        if held.contended_since is not None and (overrun := _overrun_at(group, held)) is not None:
             due.append(overrun)
-        if (ask := _ask_at(group, held)) is not None:
+        if group.waiters and (ask := _ask_at(group, held)) is not None:
             due.append(ask)
-    return min(due) if due else None
+    if len(due) < 2:
+        return due[0] if due else None
+    return min(due)
 
 
 def passed(turn: Turn) -> None:
@@ -140,7 +143,8 @@ def _ask(turn: Turn) -> None:
 def _overrun_at(group: Group, held: Held) -> float | None:
     if held.contended_since is None or held.overran:
         return None
-    return held.contended_since + max(0.0, group.rules.max_hold - held.contended_s)
+    rest = group.rules.max_hold - held.contended_s
+    return held.contended_since + rest if rest > 0 else held.contended_since
 
 
 def _ask_at(group: Group, held: Held) -> float | None:
@@ -149,4 +153,8 @@ def _ask_at(group: Group, held: Held) -> float | None:
     live = [w for w in group.waiters if has_live_ask(group, w)] if group.lost else group.waiters
     if not live:
         return None
-    return max(held.since, min([w.since for w in live])) + group.rules.quantum
+    first = live[0].since
+    for waiter in live:
+        if waiter.since < first:
+            first = waiter.since
+    return (held.since if held.since > first else first) + group.rules.quantum

@@ -146,19 +146,23 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
         operator_verbs.delete(turn, event.reason, idle=event.idle)
     else:
         assert_never(event)
-    if turn.group.settle_by is not None and not missing(turn.group):
+    after = turn.group
+    if after.settle_by is not None and not missing(after):
         turn.set(settle_by=None)
-    if turn.group.policy:
-        policy = policy_named(turn.group.policy)
+    if after.policy:
+        policy = policy_named(after.policy)
     if policy.remembers:
         memory.note_ask(turn, event)
         memory.note_end(turn, group)
     if _may_have_lost(group, turn.group):
         swap.fault_lost(turn)
     _advance(turn, policy)
-    if turn.group.drained:
+    after = turn.group
+    if after.drained:
         draining.ask(turn)
-    _keep_books(turn, group)
+        after = turn.group
+    if after is not group:
+        _keep_books(turn, group)
     return turn.done()
 
 
@@ -172,7 +176,8 @@ def _may_have_lost(before: Group, after: Group) -> bool:
 
 
 def _on_acquire(turn: Turn, event: ev.AcquireRequested) -> None:
-    sessions.heard_from(turn, event.session)
+    if turn.group.lost:
+        sessions.heard_from(turn, event.session)
     if _repeated(turn, event):
         return
     refusal = _refusal(turn.group, event)
@@ -199,16 +204,16 @@ def _on_acquire(turn: Turn, event: ev.AcquireRequested) -> None:
 
 def _repeated(turn: Turn, event: ev.AcquireRequested) -> bool:
     """A request we know keeps its place, or gets its answer again."""
-    held = lease_with(turn.group, event.job)
+    held, request = lease_with(turn.group, event.job), event.request
     if held is not None:
         for holder in held.holders:
-            if holder.request == event.request and holder.state is not HolderState.GONE:
+            if holder.request == request and holder.state is not HolderState.GONE:
                 if holder.state is HolderState.ACTIVE:
                     lease.repeat(turn, held, holder)
                 return True
     for waiter in waiting(turn.group):
         for ask in waiter.asks:
-            if ask.request == event.request:
+            if ask.request == request:
                 text = f"{event.job} asked again with request {event.request}: it keeps its place"
                 turn.say(ReasonCode.REPEATED, text)
                 return True
@@ -234,7 +239,10 @@ def _refusal(group: Group, event: ev.AcquireRequested) -> tuple[RefuseCode, str]
         )
     if record is not None and record.incarnation == event.incarnation and record.fault is not None:
         return record.fault.code, f"{event.job} is refused until it is started again: {record.fault.reason}"
-    if sum([len(waiter.asks) for waiter in waiting(group)]) >= group.rules.max_waiters:
+    queued = 0
+    for waiter in waiting(group):
+        queued += len(waiter.asks)
+    if queued >= group.rules.max_waiters:
         return RefuseCode.LIMIT, (
             f"group {group.id} has {group.rules.max_waiters} requests in its queue already: try again later"
         )
@@ -327,6 +335,10 @@ def _on_abandoned(turn: Turn, event: ev.AcquireAbandoned) -> None:
 def _advance(turn: Turn, policy: Policy) -> None:
     """Give the lock to the next waiter if it is free. One place decides this, after every event."""
     group = turn.group
+    on = type(group.occupancy)
+    free = on is not Held and on is not Swapping
+    if group.views and group.reserved is None and not (free and group.waiters):
+        return
     if not group.views:
         for waiter in group.waiters:
             turn.refuse(
@@ -334,9 +346,8 @@ def _advance(turn: Turn, policy: Policy) -> None:
                 RefuseCode.GROUP_EMPTY,
                 f"the last node of group {group.id} is gone: {_nobody(group)}",
             )
-    on = type(group.occupancy)
     candidates: tuple[Waiter, ...] = ()
-    if group.waiters and group.views and on is not Held and on is not Swapping:
+    if group.waiters and group.views and free:
         candidates = _willing(group)
     reserved: Reserve | None = None
     if candidates:
@@ -354,8 +365,11 @@ def _advance(turn: Turn, policy: Policy) -> None:
 
 def _willing(group: Group) -> tuple[Waiter, ...]:
     """Whoever may be granted; but the job that was frozen just now does not go before those it made wait."""
-    candidates, last = eligible(group), occupant(group)
-    if len(candidates) < 2 or last is None or frozen_lease(group, last) is None:
+    candidates = eligible(group)
+    if not group.frozen or len(candidates) < 2:
+        return candidates
+    last = occupant(group)
+    if last is None or frozen_lease(group, last) is None:
         return candidates
     return tuple(w for w in candidates if w.job != last)
 
@@ -387,13 +401,14 @@ def _keep_books(turn: Turn, before: Group) -> None:
     if was is not now and (type(was) is not type(now) or occupant(before) != occupant(group)):
         since = turn.at
     if type(now) is Held:
-        waited_for = contended(group)
-        if waited_for and now.contended_since is None:
-            now = replace(now, contended_since=turn.at)
-        elif not waited_for and now.contended_since is not None:
+        waited_for = contended(group) if group.drained else bool(group.waiters)
+        if now.contended_since is None:
+            if waited_for:
+                now = replace(now, contended_since=turn.at)
+        elif not waited_for:
             spent = now.contended_s + max(0.0, turn.at - now.contended_since)
             now = replace(now, contended_s=spent, contended_since=None)
-    if since != group.since or now is not group.occupancy:
+    if now is not group.occupancy or since != group.since:
         turn.group = replace(group, since=since, occupancy=now)
     if group.jobs is not before.jobs:
         for record in group.jobs:

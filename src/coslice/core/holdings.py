@@ -131,7 +131,6 @@ class Lost(Struct, frozen=True, gc=False, tag=True):
 
 
 Place = Live | Leaving | Partly | Saved | Returning | Lost
-_MOVING = (Leaving, Returning)
 
 
 class Context(Struct, frozen=True, gc=False, kw_only=True):
@@ -150,17 +149,26 @@ class Context(Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def bytes(self) -> int:
+        if len(self.members) == 1:
+            return self.members[0].bytes
         total = 0
         for member in self.members:
             total += member.bytes
         return total
 
     @property
+    def ids(self) -> tuple[MemberId, ...]:
+        if len(self.members) == 1:
+            return (self.members[0].id,)
+        return tuple([m.id for m in self.members])
+
+    @property
     def kept(self) -> int:
         """Host memory that it needs at most."""
         total = 0
         for member in self.members:
-            total += max(0, member.bytes - member.unkept)
+            if member.bytes > member.unkept:
+                total += member.bytes - member.unkept
         return total
 
     @property
@@ -178,7 +186,10 @@ class Context(Struct, frozen=True, gc=False, kw_only=True):
     @property
     def whole(self) -> bool:
         """Can all of it be frozen? What a process has registered, it must move itself."""
-        return bool(self.members) and not [m for m in self.members if not m.whole or m.bytes]
+        for member in self.members:
+            if not member.whole or member.bytes:
+                return False
+        return bool(self.members)
 
     @property
     def ready(self) -> bool:
@@ -245,8 +256,12 @@ def find(holdings: Holdings, job: JobId) -> Context | None:
 
 
 def in_transit(holdings: Holdings) -> Context | None:
+    """Who moves now. Nobody does unless an operation runs (``core.invariants_node``)."""
+    if holdings.running is None:
+        return None
     for context in holdings.contexts:
-        if type(context.place) in _MOVING:
+        place = type(context.place)
+        if place is Leaving or place is Returning:
             return context
     return None
 
@@ -265,6 +280,7 @@ def reserve(holdings: Holdings, context: Context) -> int:
 
 
 def _declared(context: Context) -> int:
+    """The most that it, or a process of it, said that it needs."""
     declared = context.need
     for member in context.members:
         if member.need > declared:
@@ -277,14 +293,19 @@ def least(holdings: Holdings, context: Context) -> int:
 
     With a part of it there, what that part uses now and the parts in host memory come together.
     """
-    peak = min(context.peak, holdings.device_budget) if holdings.device_budget else context.peak
-    size, coming = context.bytes, 0
+    peak, size, coming = context.peak, context.bytes, 0
+    if holdings.device_budget and holdings.device_budget < peak:
+        peak = holdings.device_budget
     if type(context.place) is Partly:
         coming = context.place.saved
     else:
         for member in context.members:
-            coming += member.bytes if member.parked else 0
-    return max(peak, size, context.use + coming if coming < size else 0) + context.common
+            if member.parked:
+                coming += member.bytes
+    most = size if size > peak else peak
+    if coming < size and context.use + coming > most:
+        most = context.use + coming
+    return most + context.common
 
 
 def common_bytes(contexts: Iterable[Context]) -> int:
@@ -307,8 +328,11 @@ def need_and_room(holdings: Holdings, context: Context | None, declared: int) ->
     """What a job that shall come in will take (0: unknown), and the room that a restore of it must find."""
     if context is None or type(context.place) is Lost:
         return declared, declared
-    own = _declared(context)
-    room = max(declared, least(holdings, context), own)
+    own, room = _declared(context), least(holdings, context)
+    if own > room:
+        room = own
+    if declared > room:
+        room = declared
     return room if own else declared, room
 
 
@@ -331,7 +355,10 @@ def occupies(context: Context) -> bool:
 def others(holdings: Holdings, job: JobId) -> list[Context]:
     """Who else is on the device, least recently used first, in an order that only the state decides."""
 
-    found = [c for c in holdings.contexts if type(c.place) is not Saved and c.job != job and occupies(c)]
+    found: list[Context] = []
+    for context in holdings.contexts:
+        if type(context.place) is not Saved and context.job != job and occupies(context):
+            found.append(context)
     if len(found) < 2:
         return found
 
@@ -390,7 +417,8 @@ def saved_bytes(holdings: Holdings) -> int:
     total = 0
     for context in holdings.contexts:
         if type(context.place) is Saved:
-            total += min(context.place.bytes, context.kept)
+            size, kept = context.place.bytes, context.kept
+            total += size if size < kept else kept
         elif type(context.place) is Partly:
             total += min(context.place.saved, context.kept)
     return total

@@ -45,8 +45,12 @@ def hold(
 
     One that was frozen goes on as it was; its processes know it under the epoch that they were granted.
     """
-    new = tuple([_holder(turn, ask, epoch) for ask in waiter.asks])
-    frozen = frozen_lease(turn.group, waiter.job)
+    asks = waiter.asks
+    if len(asks) == 1:  # most often
+        new: tuple[Holder, ...] = (_holder(turn, asks[0], epoch),)
+    else:
+        new = tuple([_holder(turn, ask, epoch) for ask in asks])
+    frozen = frozen_lease(turn.group, waiter.job) if turn.group.frozen else None
     held = Held(
         job=waiter.job,
         incarnation=waiter.incarnation,
@@ -64,8 +68,9 @@ def hold(
     if frozen is not None:
         turn.thaw(held.job)
         turn.say(ReasonCode.THAWED, f"{held.job} goes on with lease {frozen.epoch}, now under epoch {epoch}")
+    lost = turn.group.lost
     for holder in new:
-        if not is_lost(turn.group, holder.session):
+        if not lost or not is_lost(turn.group, holder.session):
             _tell(turn, held, holder, reason)
 
 
@@ -173,8 +178,12 @@ def yield_(turn: Turn, event: ev.LeaseYielded) -> None:
             return
         raise _rejection(turn.group, event)
     if record is not None:
-        others = [y for y in record.yields if y.session != event.session]
-        turn.put_record(replace(record, yields=(*others, LastYield(event.session, event.epoch))))
+        last, yields = LastYield(event.session, event.epoch), record.yields
+        if len(yields) == 1 and yields[0].session == event.session:
+            yields = (last,)
+        else:
+            yields = (*[y for y in yields if y.session != event.session], last)
+        turn.put_record(replace(record, yields=yields))
     settle(turn, replace(held, holders=holders))
 
 
@@ -254,12 +263,12 @@ def end(turn: Turn, held: Held, text: str) -> None:
 
 
 def _holder(turn: Turn, ask: Ask, epoch: Epoch) -> Holder:
-    silent = ask.more or ask.final or is_lost(turn.group, ask.session)
+    silent = ask.more or ask.final or (bool(turn.group.lost) and is_lost(turn.group, ask.session))
     return Holder(
         request=ask.request,
         session=ask.session,
         epoch=epoch,
-        waited=max(0.0, turn.at - ask.since),
+        waited=turn.at - ask.since if turn.at > ask.since else 0.0,
         more=ask.more,
         confirmed=ask.final,
         confirm_by=None if silent else turn.at + turn.group.rules.confirm_timeout,
@@ -291,7 +300,11 @@ def _active_request(held: Held, request: RequestId) -> Holder | None:
 
 
 def _with_holder(turn: Turn, held: Held, holder: Holder) -> Held:
-    holders = tuple([holder if h.request == holder.request else h for h in held.holders])
+    holders = held.holders
+    if len(holders) == 1 and holders[0].request == holder.request:
+        holders = (holder,)
+    else:
+        holders = tuple([holder if h.request == holder.request else h for h in holders])
     held = replace(held, holders=holders)
     turn.put_lease(held)
     return held
@@ -302,10 +315,10 @@ def _yielded(held: Held, event: ev.LeaseYielded) -> tuple[Holder, ...] | None:
 
     A share of a request that still waits for another group is not the caller's yet, nor its to yield.
     """
-    found, holders, on = False, list(held.holders), HolderState.ACTIVE
-    for i, holder in enumerate(holders):
+    found, holders = False, list(held.holders)
+    for i, holder in enumerate(held.holders):
         mine = holder.session == event.session and holder.epoch == event.epoch
-        if mine and holder.state is on and not holder.more:
+        if mine and not holder.more and holder.state is HolderState.ACTIVE:
             found = True
             holders[i] = replace(holder, state=HolderState.YIELDED, confirm_by=None)
     return tuple(holders) if found else None

@@ -13,6 +13,7 @@ from coslice.core.holdings import (
     Live,
     Lost,
     Partly,
+    Place,
     Returning,
     Saved,
     fit_text,
@@ -23,6 +24,10 @@ from coslice.core.holdings import (
     saved_bytes,
 )
 
+_SAVED, _LIVE = (ContextState.SAVED, ""), (ContextState.LIVE, "")
+_PLAIN = (Saved, Returning, Lost)
+"""Places with a state of their own, whatever else there is."""
+
 
 def same_word(before: Holdings, after: Holdings) -> bool:
     """Do ``facts`` of both say the same? As ``facts(before) == facts(after)``, but most is not even built."""
@@ -31,7 +36,10 @@ def same_word(before: Holdings, after: Holdings) -> bool:
     if before.contexts is not after.contexts or before.recent != after.recent:
         for one, other in zip(before.contexts, after.contexts, strict=True):
             # Of all but a live one, what is said follows from the context (and the rules) alone.
-            if (one is not other or type(one.place) is Live) and not _same_fact(before, one, after, other):
+            if one is other:
+                if type(one.place) is Live and _said(before, one) != _said(after, other):
+                    return False
+            elif _moved(one.place, other.place) or not _same_fact(before, one, after, other):
                 return False
         if (_used(before), saved_bytes(before)) != (_used(after), saved_bytes(after)):
             return False
@@ -43,17 +51,22 @@ def same_word(before: Holdings, after: Holdings) -> bool:
     )
 
 
+def _moved(before: Place, after: Place) -> bool:
+    """Is it plain that another state is said of them? Most steps of a swap change one."""
+    was, now = type(before), type(after)
+    return was is not now and (was in _PLAIN or now in _PLAIN)
+
+
 def _same_fact(before: Holdings, one: Context, after: Holdings, other: Context) -> bool:
-    return _said(before, one) == _said(after, other) and (
-        one is other or _fact(before, one) == _fact(after, other)
-    )
+    return _fact(before, one) == _fact(after, other)
 
 
 def facts(holdings: Holdings) -> NodeFacts:
     """Our word on what is here. ``LIVE`` is said only of a job that may be granted without a command."""
+    said = [_fact(holdings, c) for c in holdings.contexts]
     return NodeFacts(
         version=holdings.version,
-        contexts=tuple([_fact(holdings, c) for c in holdings.contexts]),
+        contexts=tuple(said),
         ended=holdings.ended,
         device_budget=holdings.device_budget,
         device_used=_used(holdings),
@@ -71,12 +84,12 @@ def _used(holdings: Holdings) -> int:
 
 
 def _fact(holdings: Holdings, context: Context) -> ContextFact:
-    state, reason = _said(holdings, context)
+    (state, reason), members = _said(holdings, context), context.members
     return ContextFact(
         job=context.job,
         state=state,
         bytes=context.bytes,
-        pids=tuple([m.pid for m in context.members]),
+        pids=(members[0].pid,) if len(members) == 1 else tuple([m.pid for m in members]),
         incarnation=context.incarnation,
         reason=reason,
         whole=context.whole,
@@ -86,7 +99,7 @@ def _fact(holdings: Holdings, context: Context) -> ContextFact:
 def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
     place = context.place
     if type(place) is Saved:  # most of them
-        return ContextState.SAVED, ""
+        return _SAVED
     if type(place) is Live:
         return _said_live(holdings, context, place)
     if type(place) is Leaving:
@@ -110,7 +123,7 @@ def _said_live(holdings: Holdings, context: Context, place: Live) -> tuple[Conte
         return ContextState.LEAVING, place.reason
     beside = others(holdings, context.job)
     if not beside:
-        return ContextState.LIVE, ""
+        return _LIVE
     need = reserve(holdings, context)
     if fits_beside(holdings, context.job, need, beside):
         return ContextState.LIVE, fit_text(holdings, context.job, need, beside)

@@ -25,14 +25,14 @@ def try_snapshot(
 ) -> None:
     before, rules = context.place, turn.holdings.rules
     place = Leaving(
-        of=tuple([m.id for m in context.members]),
+        of=context.ids,
         attempt=attempt,
         effort=Effort.TRYING,
         until=turn.at + rules.snapshot_timeout if stuck_since is None else stuck_since + rules.stuck_grace,
         stuck_since=stuck_since,
         touched=touched,
         least=least,
-        saved=before.saved if isinstance(before, Partly | Leaving) else 0,
+        saved=before.saved if type(before) is Partly or type(before) is Leaving else 0,
         reason=before.reason if type(before) is Leaving else "",
     )
     turn.move(context, place)

@@ -225,8 +225,7 @@ def on_forgotten(turn: NodeTurn, job: JobId) -> None:
 
 
 def forget_old_losses(turn: NodeTurn) -> None:
-    if len(turn.holdings.contexts) <= LOST_KEPT:
-        return
+    """Called when there are more than ``LOST_KEPT`` contexts."""
     bare = [c.job for c in turn.holdings.contexts if type(c.place) is Lost and not c.members]
     for job in bare[: max(0, len(bare) - LOST_KEPT)]:
         turn.remove(job)

@@ -14,9 +14,10 @@ from coslice.core.node_turn import NodeTurn, fail, lose, pid_of
 
 def try_restore(turn: NodeTurn, op: Operation, context: Context) -> None:
     attempt = op.restores + 1
-    turn.amend(restores=attempt, room_by=None)
+    held = turn.holdings
+    turn.holdings = replace(held, running=replace(op, restores=attempt, room_by=None))
     place = Returning(
-        of=tuple([m.id for m in context.members]),
+        of=context.ids,
         attempt=attempt,
         effort=Effort.TRYING,
         until=turn.at + turn.holdings.rules.restore_timeout,

@@ -43,7 +43,7 @@ LEAST_AGAIN = 16
 
 
 def advance(turn: NodeTurn) -> None:
-    if in_transit(turn.holdings) is not None:
+    if turn.holdings.running is not None and in_transit(turn.holdings) is not None:
         return
     while True:
         held = turn.holdings
@@ -83,7 +83,7 @@ def _must_return(context: Context) -> bool:
     place = context.place
     if type(place) is Live:
         return not place.whole
-    return isinstance(place, Saved | Partly)
+    return type(place) is Saved or type(place) is Partly
 
 
 def _to_evict(held: Holdings, op: Operation, need: int, beside: list[Context]) -> Context | None:
@@ -118,7 +118,7 @@ def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> bool:
     what = f"{mib(least)} of {mib(evictee.bytes)}" if least else mib(evictee.bytes)
     turn.say(ReasonCode.EVICT, f"moving {evictee.job} out ({what}): {_why(held, op, evictee, need)}")
     place = evictee.place
-    assert isinstance(place, Live | Partly)
+    assert type(place) is Live or type(place) is Partly
     touched = type(place) is Partly or not place.whole
     try_snapshot(turn, op.op, evictee, 1, touched=touched, least=least)
     return False
@@ -196,14 +196,14 @@ def _done(turn: NodeTurn, op: Operation, context: Context | None, need: int) -> 
         restored=op.restored,
         bytes_in=op.bytes_in,
         bytes_out=op.bytes_out,
-        seconds=max(0.0, turn.at - op.begun),
+        seconds=turn.at - op.begun if turn.at > op.begun else 0.0,
         reason=text,
     )
-    recent = (
-        op.job,
-        *[j for j in turn.holdings.recent if j != op.job and find(turn.holdings, j) is not None],
-    )
-    turn.holdings = replace(turn.holdings, running=None, finished=report, recent=recent)
+    recent, here = [op.job], {c.job for c in turn.holdings.contexts}
+    for job in turn.holdings.recent:
+        if job != op.job and job in here:
+            recent.append(job)
+    turn.holdings = replace(turn.holdings, running=None, finished=report, recent=tuple(recent))
     turn.effects.append(report)
 
 

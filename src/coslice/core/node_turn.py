@@ -39,12 +39,14 @@ class NodeTurn:
 
     def put(self, context: Context) -> None:
         """Store a context in its place, or at the end if the job is new."""
-        held = self.holdings.contexts
-        for i, old in enumerate(held):
-            if old.job == context.job:
-                self.holdings = replace(self.holdings, contexts=(*held[:i], context, *held[i + 1 :]))
-                return
-        self.set(contexts=(*held, context))
+        contexts, job = list(self.holdings.contexts), context.job
+        for i, old in enumerate(contexts):
+            if old.job == job:
+                contexts[i] = context
+                break
+        else:
+            contexts.append(context)
+        self.holdings = replace(self.holdings, contexts=tuple(contexts))
 
     def move(self, context: Context, place: Place, **changes: object) -> None:
         self.put(replace(context, place=place, **changes))
@@ -54,9 +56,10 @@ class NodeTurn:
 
     def amend(self, **changes: object) -> Operation:
         """Change the running operation."""
-        assert self.holdings.running is not None
-        changed = replace(self.holdings.running, **changes)
-        self.holdings = replace(self.holdings, running=changed)
+        held = self.holdings
+        assert held.running is not None
+        changed = replace(held.running, **changes)
+        self.holdings = replace(held, running=changed)
         return changed
 
 

@@ -67,7 +67,7 @@ def needs_command(group: Group, view: NodeView, job: JobId, *, last: JobId | Non
 
 def _to_freeze(group: Group, job: JobId) -> tuple[JobId, ...]:
     """Whoever is in the middle of a phase, and would go on computing beside ``job``."""
-    return tuple([held.job for held in group.frozen if held.job != job])
+    return tuple([held.job for held in group.frozen if held.job != job]) if group.frozen else ()
 
 
 def freezes(group: Group, view: NodeView, job: JobId) -> bool:
@@ -78,10 +78,18 @@ def freezes(group: Group, view: NodeView, job: JobId) -> bool:
 
 def begin(turn: Turn, choice: Choice) -> None:
     """The lock is free and ``choice`` is next: a lease at once if nothing must move, else a swap."""
-    waiter, last, group = choice.waiter, occupant(turn.group), turn.group
-    epoch = Epoch(group.epoch + 1)
-    waiters = tuple([w for w in group.waiters if w.job != waiter.job])
-    pending = tuple([v.node for v in group.views if needs_command(group, v, waiter.job, last=last)])
+    waiter, group = choice.waiter, turn.group
+    last, epoch = occupant(group), Epoch(group.epoch + 1)
+    queue = group.waiters
+    first = queue[0] is waiter  # a job has one place
+    waiters = queue[1:] if first else tuple([w for w in queue if w.job != waiter.job])
+    pending: tuple[NodeId, ...] = ()
+    done: tuple[NodeId, ...] = ()
+    for view in group.views:
+        if needs_command(group, view, waiter.job, last=last):
+            pending = (*pending, view.node)
+        else:
+            done = (*done, view.node)
     if not pending:
         turn.group = replace(group, epoch=epoch, waiters=waiters)
         reason = why_without_command(turn.group, waiter.job, last)
@@ -94,7 +102,7 @@ def begin(turn: Turn, choice: Choice) -> None:
         epoch=epoch,
         since=turn.at,
         pending=pending,
-        done=tuple([v.node for v in group.views if v.node not in pending]),
+        done=done,
         outgoing=last if last != waiter.job else None,
         need=waiter.need,
     )
@@ -149,7 +157,7 @@ def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
         return
     swap = replace(
         swap,
-        pending=tuple([n for n in swap.pending if n != event.node]),
+        pending=() if len(swap.pending) == 1 else tuple([n for n in swap.pending if n != event.node]),
         done=(*swap.done, event.node),
         restored=swap.restored or event.restored,
         bytes_in=swap.bytes_in + event.bytes_in,
@@ -174,8 +182,10 @@ def _is_parked(group: Group, node: NodeId, job: JobId) -> bool:
 
 def finish_if_done(turn: Turn) -> None:
     """Every node has reported: the lease goes to whoever of the incoming job is still there."""
-    fault_lost(turn)
     swap = turn.group.occupancy
+    if type(swap) is Swapping and not swap.pending:
+        fault_lost(turn)
+        swap = turn.group.occupancy
     if type(swap) is not Swapping or swap.pending:
         return
     moved = swap.restored or swap.bytes_in or swap.bytes_out
@@ -183,7 +193,7 @@ def finish_if_done(turn: Turn) -> None:
     if swap.waiter is not None and not turn.group.views:
         requeue(turn, swap.waiter)  # to be refused: the last node is gone
         return
-    if swap.waiter is not None and (drained := held_up(turn.group, swap.incoming)):
+    if swap.waiter is not None and turn.group.drained and (drained := held_up(turn.group, swap.incoming)):
         requeue(turn, swap.waiter)
         nodes = names(d.node for d in drained)
         turn.say(ReasonCode.DRAINED, f"{swap.incoming} keeps its place at the head: {nodes} is drained")

@@ -40,26 +40,31 @@ class Turn:
         return reason
 
     def done(self) -> Step[Group, fx.GroupEffect]:
-        return Step(self.group, tuple(self._effects), tuple(self._reasons))
+        effects, reasons = self._effects, self._reasons
+        return Step(self.group, tuple(effects) if effects else (), tuple(reasons) if reasons else ())
 
     # ── edits that every part needs ──
 
     def put_record(self, record: JobRecord) -> None:
         """Store a job's record in its place, or at the end if it is new."""
-        jobs = self.group.jobs
+        jobs, job = list(self.group.jobs), record.job
         for i, old in enumerate(jobs):
-            if old.job == record.job:
-                self.group = replace(self.group, jobs=(*jobs[:i], record, *jobs[i + 1 :]))
-                return
-        self.group = replace(self.group, jobs=(*jobs, record))
+            if old.job == job:
+                jobs[i] = record
+                break
+        else:
+            jobs.append(record)
+        self.group = replace(self.group, jobs=tuple(jobs))
 
     def put_view(self, view: NodeView) -> None:
-        views = self.group.views
+        views, node = list(self.group.views), view.node
         for i, old in enumerate(views):
-            if old.node == view.node:
-                self.group = replace(self.group, views=(*views[:i], view, *views[i + 1 :]))
-                return
-        self.set(views=tuple(sorted([*views, view], key=lambda v: v.node)))
+            if old.node == node:
+                views[i] = view
+                break
+        else:
+            views = sorted([*views, view], key=lambda v: v.node)
+        self.group = replace(self.group, views=tuple(views))
 
     def take_asks(self, *, job: JobId | None = None, session: SessionId | None = None) -> tuple[Ask, ...]:
         """Remove the open requests of a job, or of a session, from the queue and from a running swap."""

@@ -3,11 +3,11 @@
 Called by ``simulate``. An event posted while a step is being carried out is heard after it, as by the driver.
 """
 
-import heapq
 import random
 import time
 from collections import deque
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 from coslice.core import effects as fx
@@ -41,11 +41,15 @@ class Engine:
         self._dice = random.Random(scenario.seed)
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = 0
-        self._inbox: deque[tuple[Lock, ev.GroupEvent]] = deque()
-        self._draining = False
+        self.inbox: deque[tuple[Lock, ev.GroupEvent]] = deque()
+        self.draining = False
+        self.stirred: list[Lock] = []
+        """Locks that heard something since their deadlines were last looked at: once in an instant."""
         rules = GroupRules(max_hold=scenario.max_hold, on_overrun=scenario.on_overrun)
         self.locks = {pool.name: Lock(self, pool, scenario.policy, rules) for pool in scenario.pools}
         self.runs = {JobId(job.name): Run(self, job) for job in scenario.jobs}
+        self.loops: dict[SessionId, Loop] = {}
+        """Who speaks on which session, of the latest start of each job."""
         self._here = len(scenario.jobs)
         if gate is not None:
             gate.start(self)
@@ -53,22 +57,8 @@ class Engine:
     # ── time ──
 
     def later(self, at: float, act: Callable[[Any], None], what: Any) -> None:
-        self._order += 1
-        heapq.heappush(self._heap, (at, self._order, act, what))
-
-    def post(self, lock: Lock, event: ev.GroupEvent) -> None:
-        inbox = self._inbox
-        if self._draining:
-            inbox.append((lock, event))
-            return
-        self._draining = True
-        try:
-            lock.take(event)
-            while inbox:
-                to, what = inbox.popleft()
-                to.take(what)
-        finally:
-            self._draining = False
+        self._order = order = self._order + 1
+        heappush(self._heap, (at, order, act, what))
 
     def run(self, progress: Progress | None = None) -> None:
         """To the end of the scenario. ``progress`` hears the virtual time about twice a second."""
@@ -80,14 +70,21 @@ class Engine:
         for run in self.runs.values():
             self.later(run.arrival, self._arrive, run)
         self._plan_faults()
-        heap, said, count = self._heap, begun, 0
-        while heap and heap[0][0] <= until and self._here:
-            self.now, _, act, what = heapq.heappop(heap)
+        heap, stirred, said, count = self._heap, self.stirred, begun, 0
+        while True:
+            if stirred:
+                for lock in stirred:
+                    lock.arm()
+                stirred.clear()
+            if not heap or heap[0][0] > until or not self._here:
+                break
+            self.now, _, act, what = heappop(heap)
             act(what)
-            count += 1
-            if progress is not None and not count % 4096 and time.perf_counter() - said > 0.5:
-                said = time.perf_counter()
-                progress(self.now)
+            if progress is not None:
+                count += 1
+                if not count % 4096 and time.perf_counter() - said > 0.5:
+                    said = time.perf_counter()
+                    progress(self.now)
         if self.scenario.until and self._here:
             self.now = self.scenario.until
         for run in self.runs.values():
@@ -103,10 +100,6 @@ class Engine:
         if run.left or run.running:
             return
         run.start()
-
-    def asks(self, lock: Lock, event: ev.AcquireRequested) -> None:
-        if self.gate is None or self.gate.asks(lock, event):
-            self.post(lock, event)
 
     def still_asks(self, event: ev.AcquireRequested) -> bool:
         """Does whoever sent this request still wait for its answer?"""
@@ -141,12 +134,8 @@ class Engine:
 
     def _loop(self, session: SessionId) -> Loop | None:
         """Who speaks on that session now; a session of an earlier start has nobody."""
-        job = self.runs.get(JobId(session.partition("/")[0]))
-        if job is not None and job.running:
-            for loop in job.loops:
-                if loop.session == session:
-                    return loop
-        return None
+        loop = self.loops.get(session)
+        return loop if loop is not None and loop.job.running else None
 
     # ── faults ──
 

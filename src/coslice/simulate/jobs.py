@@ -5,8 +5,7 @@ accelerators of ours, else another ``Loop``.
 """
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coslice.core import events as ev
 from coslice.core.ids import Epoch, Incarnation, JobId, RequestId, SessionId
@@ -33,6 +32,7 @@ class Run:
         "maker",
         "name",
         "registered",
+        "running",
         "spec",
         "starts",
         "waits",
@@ -48,7 +48,7 @@ class Run:
         self.waits: list[float] = []
         self.busy: dict[str, float] = {}
         """Seconds of computing within the window of the figures, by group."""
-        self.left = False
+        self.left = self.running = False
         self.registered: set[str] = set()
         self.made, self.whole = 0, int(spec.staleness)
         self.loops = [Loop(self, spec.loop, "main")]
@@ -59,17 +59,17 @@ class Run:
         elif spec.produce:
             self.maker = Maker(self)
 
-    @property
-    def running(self) -> bool:
-        return bool(self.incarnation) and not self.left
-
     def start(self) -> None:
         """The job's processes begin, at first or again after a crash."""
         self.starts += 1
+        self.running = True
         self.incarnation = Incarnation(f"{self.name}-{self.starts}")
         self.registered.clear()
         for loop in self.loops:
+            speakers = self.engine.loops
+            speakers.pop(loop.session, None)
             loop.session = SessionId(f"{self.name}/{self.starts}/{loop.name}")
+            speakers[loop.session] = loop
             loop.go_on()
         if isinstance(self.maker, Maker):
             self.maker.go_on()
@@ -85,7 +85,7 @@ class Run:
 
     def _stop(self, how: type[ev.SessionLost] | type[ev.SessionClosed]) -> None:
         engine, old = self.engine, self.incarnation
-        self.incarnation = Incarnation("")
+        self.running, self.incarnation = False, Incarnation("")
         if isinstance(self.maker, Maker):
             self.maker.stop()
         for loop in self.loops:
@@ -185,11 +185,29 @@ class Maker:
 class Loop:
     """One process of a job. ``token`` changes whenever what it waits for is no longer wanted."""
 
-    __slots__ = ("asked", "began", "count", "epoch", "idle", "index", "job", "lock", "mid", "name", "passes",
-                 "scales", "session", "step", "token")  # fmt: skip
+    __slots__ = (
+        "asked",
+        "began",
+        "count",
+        "epoch",
+        "idle",
+        "index",
+        "job",
+        "lock",
+        "mid",
+        "name",
+        "parts",
+        "passes",
+        "scales",
+        "session",
+        "step",
+        "token",
+    )  # fmt: skip
 
     def __init__(self, job: Run, passes: tuple[Pass, ...], name: str) -> None:
         self.job, self.passes, self.name = job, passes, name
+        self.parts = passes[0]
+        """Of the present pass."""
         self.session = SessionId("")
         self.index = self.step = self.count = self.token = 0
         self.asked = self.began = 0.0
@@ -204,38 +222,42 @@ class Loop:
         """Of every pass begun, if the job drifts."""
 
     def go_on(self) -> None:
-        job, engine = self.job, self.job.engine
-        if not self.mid and not job.may_begin(self):
-            self.idle = True
-            return
+        job = self.job
+        engine = job.engine
+        if not self.mid:
+            if job.maker is not None and not job.may_begin(self):
+                self.idle = True
+                return
+            self.mid = True
         if job.spec.drift and len(self.scales) <= self.step:
             self.scales.append(job.spec.scale(engine.now))
-        self.mid = True
-        part = self.passes[self.step % len(self.passes)][self.index]
+        part = self.parts[self.index]
         if not part.group:
             self._run(part.seconds * (self.scales[self.step][1] if self.scales else 1.0))
             return
         self.lock, self.asked = engine.locks[part.group], engine.now
         self.count += 1
-        self._say(self._ask, self.token)
+        if delay := engine.cost.message_s:
+            engine.later(engine.now + delay, self._ask, self.token)
+        else:
+            self._ask(self.token)
 
     def _ask(self, token: int) -> None:
         job, lock = self.job, self.lock
         if token != self.token or lock is None:
             return  # it died on the way
-        part = self.passes[self.step % len(self.passes)][self.index]
-        job.engine.asks(
-            lock,
-            ev.AcquireRequested(
-                at=job.engine.now,
-                job=job.name,
-                incarnation=job.incarnation,
-                session=self.session,
-                request=self._request(),
-                need=job.spec.need,
-                phase=part.name,
-            ),
+        engine = job.engine
+        event = ev.AcquireRequested(
+            at=engine.now,
+            job=job.name,
+            incarnation=job.incarnation,
+            session=self.session,
+            request=self._request(),
+            need=job.spec.need,
+            phase=self.parts[self.index].name,
         )
+        if engine.gate is None or engine.gate.asks(lock, event):
+            lock.post(event)
 
     def _request(self) -> RequestId:
         return RequestId(f"{self.session}/{self.count}")
@@ -245,14 +267,6 @@ class Loop:
         """The request that it waits for; None while it does anything else."""
         return self._request() if self.lock is not None and self.epoch is None else None
 
-    def _say(self, act: Callable[[Any], None], what: Any) -> None:
-        """A message takes its time."""
-        engine, delay = self.job.engine, self.job.engine.cost.message_s
-        if delay:
-            engine.later(engine.now + delay, act, what)
-        else:
-            act(what)
-
     def wake(self) -> None:
         if self.idle:
             self.idle = False
@@ -260,11 +274,16 @@ class Loop:
 
     def granted(self, lock: "Lock", request: RequestId, epoch: Epoch) -> None:
         self.epoch, self.began = epoch, math.inf
-        self._say(self._begin, (self.token, lock, request))
+        engine = self.job.engine
+        if delay := engine.cost.message_s:
+            engine.later(engine.now + delay, self._begin, (self.token, lock, request))
+        else:
+            self._begin((self.token, lock, request))
 
     def _begin(self, grant: tuple[int, "Lock", RequestId]) -> None:
         """The grant has arrived."""
-        job, engine = self.job, self.job.engine
+        job = self.job
+        engine = job.engine
         token, lock, request = grant
         if token != self.token:
             return
@@ -275,8 +294,7 @@ class Loop:
             job.registered.add(lock.name)
             for node in lock.nodes.values():
                 node.register(job.name, job.incarnation, job.spec.bytes, job.spec.need)
-        part = self.passes[self.step % len(self.passes)][self.index]
-        self._run(part.seconds * (self.scales[self.step][0] if self.scales else 1.0))
+        self._run(self.parts[self.index].seconds * (self.scales[self.step][0] if self.scales else 1.0))
 
     def _run(self, length: float) -> None:
         engine = self.job.engine
@@ -292,11 +310,16 @@ class Loop:
         if lock is not None and epoch is not None:
             self.close()
             self.lock, self.epoch = None, None
-            self._say(self._yield, (lock, self.session, epoch))
+            engine = job.engine
+            if delay := engine.cost.message_s:
+                engine.later(engine.now + delay, self._yield, (lock, self.session, epoch))
+            else:
+                self._yield((lock, self.session, epoch))
         self.index += 1
-        if self.index == len(self.passes[self.step % len(self.passes)]):
+        if self.index == len(self.parts):
             self.index, self.mid = 0, False
             self.step += 1
+            self.parts = self.passes[self.step % len(self.passes)]
             job.finished_pass(self)
         if job.running and self.token == token:
             self.go_on()
@@ -310,7 +333,8 @@ class Loop:
         if self.epoch is None or self.lock is None:
             return
         engine = self.job.engine
-        spent = engine.now - max(self.began, engine.scenario.warmup)
+        begun, warm = self.began, engine.scenario.warmup
+        spent = engine.now - (begun if begun > warm else warm)
         if spent > 0:
             self.job.busy[self.lock.name] = self.job.busy.get(self.lock.name, 0.0) + spent
             self.lock.busy_s += spent

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Lock:
     __slots__ = (
         "_due",
+        "_stirred",
         "_swap_begun",
         "busy_s",
         "engine",
@@ -39,11 +40,24 @@ class Lock:
         self.state = core.new_group(GroupId(pool.name), nodes=names, rules=rules)
         self.nodes = {name: Node(engine, self, name, pool) for name in names}
         self._due: float | None = None
+        self._stirred = False
         self._swap_begun: float | None = None
         self.busy_s = self.swap_s = 0.0
 
     def post(self, event: ev.GroupEvent) -> None:
-        self.engine.post(self, event)
+        """Hear it now; what is posted meanwhile is heard after it, in the order of its coming."""
+        engine = self.engine
+        if engine.draining:
+            engine.inbox.append((self, event))
+            return
+        inbox, engine.draining = engine.inbox, True
+        try:
+            self.take(event)
+            while inbox:
+                lock, what = inbox.popleft()
+                lock.take(what)
+        finally:
+            engine.draining = False
 
     def waits_for(self, node: NodeId) -> bool:
         now = self.state.occupancy
@@ -64,7 +78,9 @@ class Lock:
         if engine.journal is not None:
             engine.journal.record(self.name, engine.now, event, taken, brief(after))
         if before.occupancy is not after.occupancy:
-            self._count_swap(type(after.occupancy) is Swapping)
+            swapping = type(after.occupancy) is Swapping
+            if swapping or self._swap_begun is not None:
+                self._count_swap(swapping)
         for effect in taken.effects:
             if type(effect) is fx.Grant:
                 engine.granted(self, effect)
@@ -80,7 +96,9 @@ class Lock:
                 pass
             else:
                 assert_never(effect)
-        self._arm()
+        if not self._stirred:
+            self._stirred = True
+            engine.stirred.append(self)
         if engine.gate is not None:
             engine.gate.heard(self, event, taken)
 
@@ -94,7 +112,8 @@ class Lock:
         """The end of the simulation: what is under way counts so far."""
         self._count_swap(False)
 
-    def _arm(self) -> None:
+    def arm(self) -> None:
+        self._stirred = False
         due = core.next_deadline(self.state)
         if due is not None and (self._due is None or due < self._due):
             self._due = due
