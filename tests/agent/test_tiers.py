@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent.conftest import GROUP, MIB, Node, contexts
@@ -228,6 +229,38 @@ async def test_state_that_is_wanted_while_it_goes_to_disk_stays(
         await other
     assert os.pread(buffers.descriptor("g/a/1"), 4 * MIB, 0) == content
     assert (disk.used, buffers.used) == (0, 4 * MIB)
+    buffers.close()
+
+
+async def test_who_needs_room_waits_for_those_who_are_making_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One job's state is fetched ahead of its turn while the holder's is about to leave: both fit one after
+    the other, with the disk behind them, and neither is refused."""
+    buffers = HostBuffers(5 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    before = {name: await filled(buffers, name, 3 * MIB) for name in ("g/a/1", "g/c/1")}
+    assert buffers.spilled("g/a/1") == 3 * MIB
+    writing, may_write = asyncio.Event(), asyncio.Event()
+    write = DiskTier.write
+
+    async def slow(*args: Any) -> None:
+        writing.set()
+        await may_write.wait()
+        await write(*args)
+
+    monkeypatch.setattr(DiskTier, "write", slow)
+    fetching = asyncio.ensure_future(buffers.fetch("g/a/1"))
+    await writing.wait()  # c is on its way to disk, for a
+    buffers.check({"g/b/1": 3 * MIB})
+    leaving = asyncio.ensure_future(buffers.reserve("g/b/1", 3 * MIB))
+    may_write.set()
+    await asyncio.gather(fetching, leaving)
+    assert buffers.used <= 5 * MIB
+    assert buffers.size("g/b/1") == 3 * MIB
+    buffers.free("g/b/1")
+    for name, content in before.items():
+        await buffers.fetch(name)
+        assert os.pread(buffers.descriptor(name), 3 * MIB, 0) == content
     buffers.close()
 
 

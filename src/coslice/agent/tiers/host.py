@@ -41,6 +41,8 @@ class _File:
     wanted: bool = False
     """Its content is about to be used: it does not go to disk, not even half-way."""
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    turn: int = 0
+    """Of the change that is under way: who needs room waits for those before it."""
 
 
 def _anything(name: str) -> bool:
@@ -61,7 +63,7 @@ class HostBuffers:
         self.budget, self.disk, self.per_job = budget, disk, per_job
         self._files: dict[str, _File] = {}
         self._shared = SharedFiles()
-        self._holds = 0
+        self._holds = self._turns = 0
         self.idle: Callable[[str], bool] = _anything
         """May this file's content leave memory? Nobody copies to or from it, and it is not locked there."""
 
@@ -126,19 +128,23 @@ class HostBuffers:
         return 0 if self.disk is None else max(0, self.disk.budget - self.disk.used)
 
     def _spillable(self, but: Iterable[str], lacking: int) -> bool:
-        """Could so much content go to disk?"""
+        """Could so much content go to disk? Also what is on its way there, or back, could in a moment."""
         left = self._disk_left
-        for name in self._spill_order(set(but)):
+        for name in self._with_content(set(but)):
             size = self._files[name].charged
             if size <= left:
                 left, lacking = left - size, lacking - size
         return lacking <= 0
 
     def _spill_order(self, but: set[str]) -> list[str]:
+        return [name for name in self._with_content(but) if self._may_spill(name)]
+
+    def _with_content(self, but: set[str]) -> list[str]:
+        """That nobody uses, the longest idle first."""
         if self.disk is None:
             return []
-        found = [n for n, f in self._files.items() if f.held and f.charged and n not in but]
-        return sorted((n for n in found if self._may_spill(n)), key=lambda n: self._files[n].since)
+        found = [n for n, f in self._files.items() if f.held and f.charged and n not in but and self.idle(n)]
+        return sorted(found, key=lambda n: self._files[n].since)
 
     def _may_spill(self, name: str) -> bool:
         file = self._files[name]
@@ -165,8 +171,10 @@ class HostBuffers:
                 file.held, file.since = True, self._holds
 
     async def _grow(self, name: str, file: _File, size: int) -> None:
-        old, held = file.charged, file.held
         self.check({name: size})
+        await self._after_others(file, size - file.charged)
+        self.check({name: size})
+        old, held = file.charged, file.held
         file.charged, file.held = size, True  # before pages are touched: no other takes the room meanwhile
         try:
             await self._make_room(name)
@@ -186,6 +194,15 @@ class HostBuffers:
             if self._files.get(name) is not file:  # freed while it grew
                 os.close(file.fd)
 
+    async def _after_others(self, file: _File, more: int) -> None:
+        """Who began before may be about to make room, or to let go what it fetched. It never waits for us."""
+        while self.used + more > self.budget:
+            before = [f for f in self._files.values() if f.changing.locked() and f.turn < file.turn]
+            if not before:
+                return
+            async with before[0].changing:
+                pass
+
     async def fetch(self, name: str) -> None:
         """Have the file's content in memory; raises ``NoHostMemory`` or ``disk.Damaged`` (it is lost)."""
         file = self._files.get(name)
@@ -202,6 +219,8 @@ class HostBuffers:
         """One change at a time; a way to disk that has begun ends in nothing."""
         file.wanted = True
         async with file.changing:
+            self._turns += 1
+            file.turn = self._turns
             try:
                 yield
             finally:
