@@ -1,6 +1,7 @@
 """``coslice plan`` as people call it, and the groups file from there to ``coslice up``."""
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from coslice.cli import up
 from coslice.cli.main import app
 from coslice.cli.plan import groups_given
 from coslice.cli.up import UpOptions, _devices, _group
@@ -95,6 +97,23 @@ def test_the_groups_file_goes_to_coslice_up(profiles: Path, tmp_path: Path) -> N
     assert [(str(d.group), d.cpus, d.device_budget) for d in devices] == [("a", (0,), 64 << 20)]
     group = _group(options.groups[0], options, "fifo")
     assert (group.id, group.admission, group.max_slowdown) == ("a", "warn", 1.3)
+
+
+def test_several_groups_of_a_plan_start_on_one_machine(
+    profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in docs/planning.md, with no word on cores in it: each gets one, and its part of the memory."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(up, "_available_memory", lambda: 48 << 30)
+    out = tmp_path / "groups.toml"
+    call(str(profiles), "--out", str(out))
+    options = UpOptions(groups=groups_given(None, out), groups_file=out, device="host")
+    assert [(d.cpus, d.device_budget) for d in _devices(options)] == [((2,), 6 << 30), ((1,), 6 << 30)]
+    named = UpOptions(groups=("a", "b:cpus=2", "c"), device="host")
+    assert [d.cpus for d in _devices(named)] == [(1,), (2,), (0,)]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    with pytest.raises(ConfigError, match=r"g2: no core .* with cpus = \[1, 2\] in .*groups\.toml"):
+        _devices(options)
 
 
 def test_each_node_takes_its_groups(tmp_path: Path) -> None:
@@ -192,5 +211,8 @@ def test_the_example(tmp_path: Path) -> None:
         str(ROOT / "examples/plan/cluster.toml"),
         "--max-slowdown",
         "1.15",
+        "--out",
+        str(tmp_path / "groups.toml"),
     )
     assert "6 accelerators instead of 11" in shown
+    assert len(group_options(tmp_path / "groups.toml", "any")) == 3  # one node, so that coslice up takes them

@@ -1,6 +1,7 @@
 """A groups file that changes while ``coslice up`` runs: SIGHUP, with a real process."""
 
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -116,6 +117,19 @@ def test_groups_come_change_and_go_but_for_those_in_use(up: Up) -> None:
     assert sorted(groups) == ["three"]
     assert groups["three"].policy == "priority:class/job-a=1"
     assert groups["three"].admission.mode == "warn"
+
+
+def test_who_was_given_a_core_keeps_it_when_the_file_is_read_again(up: Up) -> None:
+    """A group that comes later takes none of those that nobody named in the file."""
+    cores = sorted(os.sched_getaffinity(0), reverse=True)
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    free = '[[groups]]\nname = "{}"\nmemory = "16MiB"\n'
+    up.write(free.format("one"), free.format("two"))
+    up.start()
+    up.write(free.format("two"), free.format("three"))
+    assert "group one is deleted, group three is new" in up.hang_up()[-1]
+    assert sorted(up.groups()) == ["three", "two"]
 
 
 def test_cores_and_memory_stay_until_the_next_start() -> None:

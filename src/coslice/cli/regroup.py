@@ -23,13 +23,15 @@ OF_DEVICES = ("cpus=", "memory=")
 
 class GroupsFile:
     """``devices`` and ``configs`` make of the file's lines, as for ``--group``, what agent and orchestrator
-    are told; they raise ``ConfigError``. ``orchestrator`` None: it is another process."""
+    are told; they raise ``ConfigError``. ``opened``: the lines by which they were started. ``orchestrator``
+    None: it is another process."""
 
     def __init__(
         self,
         path: Path,
         *,
         node: str | None,
+        opened: Sequence[str],
         agent: AgentApp,
         devices: Callable[[tuple[str, ...]], tuple[GroupDevices, ...]],
         orchestrator: OrchestratorApp | None = None,
@@ -37,8 +39,10 @@ class GroupsFile:
     ) -> None:
         self._path, self._node, self._agent, self._devices = path, node, agent, devices
         self._orchestrator, self._configs = orchestrator, configs
-        self._known = _by_name(groups_given(None, path, node=node))
-        """The line of every group that is served."""
+        self._said = _by_name(opened)
+        """The line by which each group that is served was opened."""
+        self._known = self._with_cores(self._said)
+        """Its line now, with the cores that it was given where the file leaves that open."""
 
     async def reload(self) -> list[str]:
         """Returns what was done, in prose. Raises ``ConfigError``, with nothing done."""
@@ -48,7 +52,7 @@ class GroupsFile:
         if self._configs is not None:
             self._configs(tuple(lines.values()))
         for name, line in read.items():
-            if lines[name] != line:
+            if name in self._said and _of_devices(line) != _of_devices(self._said[name]):
                 log.error("SIGHUP: group %s keeps its cores and memory until the next start", name)
         stay = {name: line for name, line in lines.items() if name in self._known}
         done: list[str] = []
@@ -71,10 +75,15 @@ class GroupsFile:
         before = {device.group: device for device in self._agent.config.groups}
         devices = self._devices(tuple(stay.values()))
         await self._agent.regroup([before.get(device.group, device) for device in devices])
-        self._known = stay
+        self._said = {name: self._said.get(name, line) for name, line in stay.items()}
+        self._known = self._with_cores(stay)
         if self._orchestrator is not None:
             await self._agent.wait_ready()  # who is told that a group is new may acquire it
         return done
+
+    def _with_cores(self, lines: dict[str, str]) -> dict[str, str]:
+        cores = {device.group: device.cpus for device in self._agent.config.groups}
+        return {name: _pinned(line, cores.get(GroupId(name), ())) for name, line in lines.items()}
 
     async def _in_use(self, name: str) -> str:
         """Why it cannot go; empty: it can, and the orchestrator of this process has it no more."""
@@ -114,5 +123,15 @@ def _with_devices_of(old: str | None, line: str) -> str:
     if old is None:
         return line
     name, *parts = line.split(":")
-    devices = [part for part in old.split(":") if part.startswith(OF_DEVICES)]
-    return ":".join((name, *devices, *(part for part in parts if not part.startswith(OF_DEVICES))))
+    return ":".join((name, *_of_devices(old), *(part for part in parts if not part.startswith(OF_DEVICES))))
+
+
+def _of_devices(line: str) -> list[str]:
+    return [part for part in line.split(":") if part.startswith(OF_DEVICES)]
+
+
+def _pinned(line: str, cores: tuple[int, ...]) -> str:
+    name, *parts = line.split(":")
+    if not cores or any(part.startswith("cpus=") for part in parts):
+        return line
+    return ":".join((name, f"cpus={','.join(map(str, cores))}", *parts))

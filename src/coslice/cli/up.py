@@ -5,6 +5,7 @@ started), start the apps in order, say what to do next, wait for a signal, stop 
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -320,6 +321,7 @@ def _groups_file(
 
     return GroupsFile(
         options.groups_file,
+        opened=options.groups,
         node=options.node,
         agent=agent,
         devices=lambda groups: _devices(replace(options, groups=groups)),
@@ -347,7 +349,8 @@ def _settings(spec: str) -> tuple[str, dict[str, str]]:
 def _devices(options: UpOptions) -> tuple[GroupDevices, ...]:
     accelerator = _accelerator(options.device)
     specs = options.groups or ("default",)
-    devices = tuple(_device(spec, options, accelerator) for spec in specs)
+    free = _free_cores(specs, options) if accelerator == "host" else iter(())
+    devices = tuple(_device(spec, options, accelerator, free, len(specs)) for spec in specs)
     names = [device.group for device in devices]
     if len(set(names)) < len(names):
         raise ConfigError(f"a group is named twice: {', '.join(names)}")
@@ -356,22 +359,46 @@ def _devices(options: UpOptions) -> tuple[GroupDevices, ...]:
         for cpu in device.cpus:
             if cpu in taken:
                 raise ConfigError(
-                    f"groups {taken[cpu]} and {device.group} both want core {cpu}: give each its own with "
-                    "--group NAME:cpus=…"
+                    f"groups {taken[cpu]} and {device.group} both want core {cpu}: give each its own, "
+                    f"{_where_cores_are_said(options)}"
                 )
             taken[cpu] = device.group
     return devices
 
 
-def _device(spec: str, options: UpOptions, accelerator: str) -> GroupDevices:
+def _device(
+    spec: str, options: UpOptions, accelerator: str, free: Iterator[int], groups: int = 1
+) -> GroupDevices:
+    """``free``: cores that no group names, for those that leave it open; ``groups``: how many there are."""
     name, values = _settings(spec)
-    memory, cpus = values.get("memory", options.memory), values.get("cpus", options.cpus)
+    memory, said = values.get("memory", options.memory), values.get("cpus", options.cpus)
+    cpus: tuple[int, ...] = ()
+    if accelerator == "host":
+        cpus = _cpus(said) if said is not None else tuple(itertools.islice(free, 1))
+        if not cpus:
+            raise ConfigError(
+                f"group {name}: no core of this machine is left for it: every group on a machine without a "
+                f"GPU needs one of its own, {_where_cores_are_said(options)}"
+            )
     return GroupDevices(
         group=GroupId(_checked("group", name)),
         accelerator=accelerator,
-        cpus=_cpus(cpus) if accelerator == "host" else (),
-        device_budget=parse_size(memory) if memory else _default_budget(accelerator),
+        cpus=cpus,
+        device_budget=parse_size(memory) if memory else _default_budget(accelerator) // groups,
     )
+
+
+def _free_cores(specs: Sequence[str], options: UpOptions) -> Iterator[int]:
+    """From the last one down."""
+    said = [values.get("cpus", options.cpus) for _, values in map(_settings, specs)]
+    named = {cpu for text in said if text is not None for cpu in _cpus(text)}
+    return (cpu for cpu in sorted(os.sched_getaffinity(0), reverse=True) if cpu not in named)
+
+
+def _where_cores_are_said(options: UpOptions) -> str:
+    if options.groups_file is not None:
+        return f"with cpus = [1, 2] in {options.groups_file}"
+    return "with --group NAME:cpus=1,2"
 
 
 def _accelerator(device: str) -> str:
@@ -389,10 +416,8 @@ def _accelerator(device: str) -> str:
     return device
 
 
-def _cpus(text: str | None) -> tuple[int, ...]:
+def _cpus(text: str) -> tuple[int, ...]:
     present = sorted(os.sched_getaffinity(0))
-    if text is None:
-        return (present[-1],)
     try:
         cpus = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
@@ -418,7 +443,8 @@ def _default_budget(accelerator: str) -> int:
 def _followed(options: UpOptions) -> Follow | None:
     if options.topology is None:
         return None
-    default = _device("default", options, _accelerator(options.device))
+    accelerator = _accelerator(options.device)
+    default = _device("default", options, accelerator, _free_cores(("default",), options))
     return Follow(place=options.topology, default=default)
 
 
@@ -569,6 +595,7 @@ def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[Serving]]) -> 
         files: list[Serving] = []
         reading: set[asyncio.Task[None]] = set()
         one_at_a_time = asyncio.Lock()
+        await one_at_a_time.acquire()  # whatever changes while it starts is read once it serves
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, stop.set)
         had_terminal = _terminal()
@@ -588,6 +615,7 @@ def _run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[Serving]]) -> 
             await _first(stop.wait(), serving)  # it may wait for another process, and a signal still ends it
             if serving.done() and not serving.cancelled():
                 files.append(serving.result())
+                one_at_a_time.release()
                 await _first(stop.wait(), *(app.wait() for app in serving.result().apps))
             if console.is_terminal:  # where it is a log, only log lines go
                 console.print("stopping …", style="dim")
@@ -618,7 +646,7 @@ def _terminal() -> bool:
 
 
 async def _reload(files: Sequence[Serving], one_at_a_time: asyncio.Lock) -> None:
-    """``files``: empty while it starts, when all is read anyway."""
+    """``one_at_a_time`` is held while it starts."""
     async with one_at_a_time:
         try:
             parts = [part for serving in files for part in serving.parts]
