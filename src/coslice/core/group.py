@@ -204,16 +204,16 @@ def _on_acquire(turn: Turn, event: ev.AcquireRequested) -> None:
 
 def _repeated(turn: Turn, event: ev.AcquireRequested) -> bool:
     """A request we know keeps its place, or gets its answer again."""
-    held, request = lease_with(turn.group, event.job), event.request
+    held = lease_with(turn.group, event.job)
     if held is not None:
         for holder in held.holders:
-            if holder.request == request and holder.state is not HolderState.GONE:
+            if holder.request == event.request and holder.state is not HolderState.GONE:
                 if holder.state is HolderState.ACTIVE:
                     lease.repeat(turn, held, holder)
                 return True
     for waiter in waiting(turn.group):
         for ask in waiter.asks:
-            if ask.request == request:
+            if ask.request == event.request:
                 text = f"{event.job} asked again with request {event.request}: it keeps its place"
                 turn.say(ReasonCode.REPEATED, text)
                 return True
