@@ -542,6 +542,30 @@ def test_after_a_stall_the_deadline_gets_its_grace_again(stall: float, fresh: bo
     run_virtual(main())
 
 
+@pytest.mark.parametrize(("took", "fresh"), [(12.0, True), (2.4, False)])
+def test_a_save_that_took_long_takes_nothing_of_the_time_that_it_gave(took: float, fresh: bool) -> None:
+    async def main() -> None:
+        clock = LoopClock()
+        rig = Rig(clock=clock, on_stall=_regrace, stall_limit=5.0)
+        slow = rig.store.gate = asyncio.Event()
+        rig.start()
+        began = clock.now()
+        rig.driver.tell(Add(1, due_in=10, at=began))
+        await asyncio.sleep(took)
+        rig.store.gate = None
+        slow.set()
+        await asyncio.sleep(1)
+        assert rig.said == [1]
+        await asyncio.sleep(6.5)
+        assert rig.said == [1], "until then it was granted nothing less than the time it was promised"
+        await asyncio.sleep(10)
+        assert rig.said == [1, 101]
+        assert rig.records[-1][0] == pytest.approx(began + (took if fresh else 0.0) + 10, abs=0.01)
+        await rig.stop()
+
+    run_virtual(main())
+
+
 # ── properties ─────────────────────────────────────────────────────────────
 
 _events = st.lists(

@@ -66,7 +66,8 @@ class Driver(Generic[S, E, F]):
     ``record`` hears of every event whose turn was saved, with its step (a refused event: an unchanged state
     and the refusal as its reason). ``changed`` is called at most once a turn, with a state that is durable.
     ``on_stall(state, now)`` is asked for a state with fresh grace when the event loop stood still for
-    longer than ``stall_limit`` seconds while a deadline was running.
+    longer than ``stall_limit`` seconds while a deadline was running, or a save took so long: what it gave
+    somebody time for became known only after it.
 
     ``told_again(event)``: would whoever sent it say it again to a restarted machine? A turn of only such
     events without effects is not worth a flush of its own: it is saved with the next turn, at the latest
@@ -112,6 +113,7 @@ class Driver(Generic[S, E, F]):
         self._due = math.inf  # when the wait ends, in the same
         self._timer: asyncio.TimerHandle | None = None  # left as it is where it comes before that
         self._dated: tuple[object, float | None] = (object(), None)  # a state, and its deadline
+        self._slow = False  # the last save was
         self._planned: float | None = None  # when the wait should end at the latest, where that matters
         self._deaf = False  # the deadline passed and the machine had nothing to do at it
         self._running = False
@@ -248,7 +250,8 @@ class Driver(Generic[S, E, F]):
 
     def _stalled(self, now: float) -> bool:
         """True after every stall longer than ``stall_limit``, never after one shorter than half of it."""
-        return self._planned is not None and now - self._planned > self._stall_limit / 2
+        late = self._planned is not None and now - self._planned > self._stall_limit / 2
+        return late or self._slow
 
     # ── a turn ─────────────────────────────────────────────────────────────
 
@@ -256,9 +259,10 @@ class Driver(Generic[S, E, F]):
         now = self._clock.now()
         before = state = self._state
         if self._on_stall is not None and self._stalled(now):
-            log.warning("%s: the event loop stood still; deadlines are given fresh grace", self.name)
+            what = "a save took long" if self._slow else "the event loop stood still"
+            log.warning("%s: %s; deadlines are given fresh grace", self.name, what)
             state = self._on_stall(state, now)
-        self._planned = None
+        again, self._planned, self._slow = self._slow, None, False
         self._turn = list(self._inbox)
         self._inbox.clear()
         self._hurry, self._patience = False, None
@@ -272,6 +276,8 @@ class Driver(Generic[S, E, F]):
         elif changed or (self._unsaved and not self._turn):
             await self._save(state)  # durable first …
             self._unsaved = False
+            # Not twice in a row: a store that is slow for good must not keep deadlines from passing.
+            self._slow = not again and self._clock.now() - now > self._stall_limit / 2
         if changed:
             self._state, self._deaf = state, False
         for step in steps:  # … then visible
