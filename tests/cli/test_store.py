@@ -155,6 +155,14 @@ def test_a_backup_that_cannot_be_written_says_why(tmp_path: Path) -> None:
             write_backup(where, {}, force=True)
     assert not list(tmp_path.iterdir())
 
+    def forbidden(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    with pytest.MonkeyPatch.context() as patch:  # root may look everywhere
+        patch.setattr(Path, "exists", forbidden)
+        with pytest.raises(ConfigError, match="Permission denied: name another file"):
+            write_backup(tmp_path / "backup", {}, force=False)
+
 
 def test_a_newer_store_is_refused_naming_both_versions(tmp_path: Path) -> None:
     state = tmp_path / "state"

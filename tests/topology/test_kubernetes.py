@@ -233,6 +233,20 @@ def test_a_place_that_cannot_be_is_refused(place: str) -> None:
         parse_place(place)
 
 
+async def test_where_there_is_no_cluster_it_ends_and_says_what_to_give(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    for place, words in (
+        ("kubernetes", "this is no pod of a Kubernetes cluster: .*api=URL"),
+        (f"kubernetes?api=https://k:6443&ca={tmp_path}/no.crt", "cannot use .*/no.crt"),
+        (f"kubernetes?api=http://127.0.0.1:1&token_file={tmp_path}/no", r"cannot read .*/no, the token"),
+    ):
+        topology = NodeTopology(parse_place(place), NodeId("node-0"), heard=lambda view: None)
+        with pytest.raises(ConfigError, match=words):
+            await topology.run()
+
+
 # ── the agent ──────────────────────────────────────────────────────────────
 
 

@@ -6,6 +6,7 @@ SQLite keeps no checksums, so a digest of all values is beside them.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import sqlite3
@@ -25,10 +26,10 @@ DIGEST = "CREATE TABLE digest (sha256 BLOB NOT NULL)"
 def write_backup(path: Path, values: Mapping[str, bytes], *, force: bool) -> None:
     """Mode 0600. Raises ``ConfigError`` if there is a file already (unless ``force``), or it cannot be
     written; then nothing of it is left."""
-    if path.exists() and not force:
-        raise ConfigError(f"{path} is there already: choose another file, or say --force")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        if path.exists() and not force:
+            raise ConfigError(f"{path} is there already: choose another file, or say --force")
         os.close(open_private(part, os.O_RDWR | os.O_EXCL))
         with closing(sqlite3.connect(part, isolation_level=None)) as db:
             db.executescript(CREATE)
@@ -45,7 +46,8 @@ def write_backup(path: Path, values: Mapping[str, bytes], *, force: bool) -> Non
     except sqlite3.Error as error:
         raise ConfigError(f"cannot write the backup {path}: {error}") from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def _digest(values: Mapping[str, bytes]) -> bytes:

@@ -124,7 +124,8 @@ class KubeApi:
                 try:
                     verify = ssl.create_default_context(cafile=ca or None)
                 except (OSError, ssl.SSLError) as error:
-                    raise ConfigError(f"cannot use the CA of the Kubernetes API, {ca}: {error}") from error
+                    why = error.strerror or error
+                    raise ConfigError(f"cannot use {ca}, the CA of the Kubernetes API: {why}") from error
             limits = httpx.Limits(max_connections=32)
             transport = httpx.AsyncHTTPTransport(verify=verify, socket_options=KEEPALIVE, limits=limits)
             self._http = httpx.AsyncClient(base_url=base, transport=transport, timeout=None, trust_env=False)
@@ -137,7 +138,15 @@ class KubeApi:
         try:
             return {"authorization": f"Bearer {Path(token).read_text().strip()}"}
         except OSError as error:
-            raise ConfigError(f"cannot read the token for the Kubernetes API, {token}: {error}") from error
+            if not self.location.api:
+                _in_cluster()  # that there is none says more
+            why = f"cannot read {token}, the token for the Kubernetes API ({error.strerror})"
+            raise ConfigError(f"{why}: name another with token_file=FILE") from error
+
+    def check(self) -> None:
+        """Raises ``ConfigError`` where nothing can be asked before somebody mends the configuration."""
+        self._client()
+        self._headers()
 
     async def _ask(
         self,
@@ -179,7 +188,8 @@ def _in_cluster() -> str:
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "")
     if not host or not port:
         raise ConfigError(
-            "this is no pod of a Kubernetes cluster: say where its API is with "
-            "kubernetes://NAMESPACE?api=URL (kubectl proxy offers http://127.0.0.1:8001)"
+            "this is no pod of a Kubernetes cluster: say where its API is, as in --store "
+            "kubernetes://NAMESPACE?api=URL or --topology kubernetes?api=URL (kubectl proxy offers "
+            "http://127.0.0.1:8001)"
         )
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"

@@ -23,6 +23,7 @@ from coslice.store.kube_location import KubeLocation
 log = logging.getLogger(__name__)
 
 PAUSE_MIN, PAUSE_MAX = 0.1, 10.0
+MENTION_S = 60.0
 
 
 class _Seen(Struct):
@@ -44,14 +45,16 @@ class NodeTopology:
     ) -> None:
         """``timeout_s``: after so long a watch is begun again where it ended."""
         self._api, self._told, self._heard, self._node = KubeApi(location), View(), heard, node
-        self._first, self._timeout = True, timeout_s
+        self._first, self._timeout, self._mentioned = True, timeout_s, -MENTION_S
         self._nodes = _Seen("/api/v1/nodes", {"fieldSelector": f"metadata.name={node}"})
         self._pods = _Seen(
             "/api/v1/pods", {"fieldSelector": f"spec.nodeName={node}", "labelSelector": POD_JOB}
         )
 
     async def run(self) -> None:
+        """Raises ``ConfigError`` where there is no cluster to ask."""
         try:
+            self._api.check()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow(self._nodes))
                 tasks.create_task(self._follow(self._pods))
@@ -70,7 +73,7 @@ class NodeTopology:
                 seen.version = ""  # too much was missed: begin with a list
                 continue
             except (StoreError, ConfigError) as error:
-                log.warning("the labels of node %s are not up to date: %s", self._node, error)
+                self._mention(str(error))
             # An API server does not tell when it is back; one that ends each watch at once is not pressed.
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, PAUSE_MAX)
@@ -101,6 +104,13 @@ class NodeTopology:
                 else:
                     continue  # a bookmark: only the version
                 self._tell()
+
+    def _mention(self, why: str) -> None:
+        """Once a minute, for both watches together."""
+        now = asyncio.get_running_loop().time()
+        if now - self._mentioned >= MENTION_S:
+            self._mentioned = now
+            log.warning("the labels of node %s are not up to date: %s", self._node, why)
 
     def _tell(self) -> None:
         if not (self._nodes.known and self._pods.known):
