@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 from agent.conftest import GROUP, MIB, Node, contexts
+from agent.process_world import lone_member
 
+from coslice.agent.backends.app_channel import AppChannelBackend
+from coslice.agent.backends.base import Restored
+from coslice.agent.members import Member, OpenChannel
 from coslice.agent.tiers.disk import BLOCK, SUFFIX, Damaged, DiskTier, NoDisk
 from coslice.agent.tiers.host import HostBuffers, NoHostMemory
+from coslice.wire.v1 import coslice_pb2 as pb
 
 SIZE = 3 * BLOCK + 12_345
 
@@ -262,6 +267,36 @@ async def test_who_needs_room_waits_for_those_who_are_making_some(
         await buffers.fetch(name)
         assert os.pread(buffers.descriptor(name), 3 * MIB, 0) == content
     buffers.close()
+
+
+async def test_a_restart_waits_for_the_file_before_it_asks_for_a_restore(tmp_path: Path) -> None:
+    """What an earlier agent spilled can only go back into the file that the process still has mapped, cut
+    short: told to restore before it has handed that back, it would read what is not there (SIGBUS)."""
+    member = lone_member("a", os.getpid(), backend="")
+    member.device, member.parked, channel = "host", True, OpenChannel()
+    earlier = HostBuffers(MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    content = await filled(earlier, member.buffer, MIB)
+    file = os.dup(earlier.descriptor(member.buffer))
+    await filled(earlier, "g/b/1", MIB)
+    earlier.close()
+    buffers = HostBuffers(4 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    member.attach(channel)
+    told, asked = (asyncio.ensure_future(each) for each in (channel.next(), restored(buffers, member)))
+    for _ in range(20):
+        await asyncio.sleep(0)  # a turn of the loop, in which it would be told
+    assert not told.done()
+    buffers.adopt(member.buffer, file, held=True)
+    command = await told
+    assert command is not None
+    assert os.pread(file, MIB, 0) == content
+    member.moved(pb.Moved(op=command.move_in.op, bytes=MIB))
+    assert (await asked).bytes == MIB
+    member.close()
+    buffers.close()
+
+
+async def restored(buffers: HostBuffers, member: Member) -> Restored:
+    return await AppChannelBackend(buffers, move_timeout=30.0).restore([member], op="1")
 
 
 async def test_one_job_has_its_share_only() -> None:

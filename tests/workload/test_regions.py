@@ -1,5 +1,6 @@
 """Regions, the mode discard, callbacks, and moves that fail half way: all or nothing."""
 
+import os
 from typing import Any
 
 import pytest
@@ -116,6 +117,22 @@ def test_callbacks_get_their_bytes_back(payload: Any, registered: Any) -> None:
     handle.restore()
     assert got == [payload]
     assert not handle.parked
+
+
+def test_bytes_of_callbacks_are_not_read_from_a_file_that_was_cut_short(registered: Any) -> None:
+    """It would end the process (SIGBUS)."""
+    got: list[Any] = []
+    handle = registered(on_snapshot=lambda: b"kept" * 10_000, on_restore=got.append)
+    handle.offload()
+    buffer = handle._group.state.buffers.current
+    size = os.fstat(buffer.fd).st_size
+    os.ftruncate(buffer.fd, 4096)
+    with pytest.raises(OperationFailed, match="cut"):
+        handle.restore()
+    assert (got, handle.parked) == ([], True)
+    os.ftruncate(buffer.fd, size)
+    handle.restore()
+    assert len(got) == 1
 
 
 def test_callbacks_run_while_the_tensors_are_there(registered: Any) -> None:

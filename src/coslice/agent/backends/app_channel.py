@@ -180,6 +180,15 @@ class AppChannelBackend(Defaults):
 
     async def _move_in(self, member: Member, op: str) -> pb.Moved:
         try:
+            async with asyncio.timeout(self._timeout):
+                await self._buffers.handed_back(member.buffer)
+        except TimeoutError:
+            raise MoveError(
+                f"process {member.pid} did not come back with its host buffer within {self._timeout:g} s of "
+                "the agent's restart: look at the process",
+                pid=member.pid,
+            ) from None
+        try:
             await self._buffers.fetch(member.buffer)  # from disk, if it is there
         except Damaged as error:
             raise MoveError(str(error), lost=True, pid=member.pid) from None

@@ -64,6 +64,7 @@ class HostBuffers:
         self._files: dict[str, _File] = {}
         self._shared = SharedFiles()
         self._holds = self._turns = 0
+        self._awaited: dict[str, asyncio.Event] = {}
         self.idle: Callable[[str], bool] = _anything
         """May this file's content leave memory? Nobody copies to or from it, and it is not locked there."""
 
@@ -158,6 +159,7 @@ class HostBuffers:
         file = self._files.get(name)
         if file is None:
             file = self._files[name] = _File(os.memfd_create("coslice", os.MFD_CLOEXEC))
+            self._arrived(name)
         async with self._using(file):
             if self.spilled(name):
                 await self._back_from_disk(name, file)
@@ -202,6 +204,16 @@ class HostBuffers:
                 return
             async with before[0].changing:
                 pass
+
+    async def handed_back(self, name: str) -> None:
+        """After a restart a process still has its file, and what is on disk can only go there: until it has
+        given it back, or has ended."""
+        if name not in self._files and self.spilled(name):
+            await self._awaited.setdefault(name, asyncio.Event()).wait()
+
+    def _arrived(self, name: str) -> None:
+        if (awaited := self._awaited.pop(name, None)) is not None:
+            awaited.set()
 
     async def fetch(self, name: str) -> None:
         """Have the file's content in memory; raises ``NoHostMemory`` or ``disk.Damaged`` (it is lost)."""
@@ -251,8 +263,10 @@ class HostBuffers:
         self._holds += 1
         charged = min(status.st_size, status.st_blocks * 512)
         self._files[name] = _File(fd, charged, held, self._holds)
+        self._arrived(name)
 
     def free(self, name: str) -> None:
+        self._arrived(name)
         if self.disk is not None:
             self.disk.free(name)
         file = self._files.pop(name, None)

@@ -73,6 +73,7 @@ class CallbackTaken:
 
     def load(self, buffer: HostBuffer | None, offset: int) -> None:
         if not self._saved and self._payload is None and buffer is not None:
+            buffer.check(offset + self.kept)
             self._payload = bytes(buffer.bytes(offset, self.kept))
 
     def finish(self) -> None:
