@@ -99,6 +99,19 @@ def test_the_groups_file_goes_to_coslice_up(profiles: Path, tmp_path: Path) -> N
     assert (group.id, group.admission, group.max_slowdown) == ("a", "warn", 1.3)
 
 
+def test_admission_does_not_refuse_what_the_plan_allowed(profiles: Path, tmp_path: Path) -> None:
+    """A job with a looser bound of its own: with the common one it would be refused at the door."""
+    (tmp_path / "c.toml").write_text("[jobs.math]\nmax_slowdown = 1.5\n")
+    out = tmp_path / "groups.toml"
+    call(str(profiles), "--cluster", str(tmp_path / "c.toml"), "--out", str(out))
+    assert {tuple(sorted(group.jobs)): group.max_slowdown for group in read_groups(out)} == {
+        ("code", "math"): 1.5,
+        ("full",): 1.1,
+    }
+    assert "Bounds: " in out.read_text()
+    assert "math 1.5" in out.read_text()
+
+
 def test_several_groups_of_a_plan_start_on_one_machine(
     profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -131,6 +132,58 @@ def test_what_is_wrong_is_said(arguments: tuple[str, ...], error: str) -> None:
             ["simulate", "--", *arguments] if arguments[:1] == ("-a=1/2",) else ["simulate", *arguments],
             catch_exceptions=False,
         )
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "error"),
+    [
+        ("polcy", "fifo", "there is no field 'polcy'"),
+        ("jobs.0.step", 5, "jobs: there is no field 'step'"),
+        ("jobs.0.loop.0.0.second", 5, "loop: there is no field 'second'"),
+        ("policy", "lifo", "'lifo' is not a policy"),
+        ("pools.0.policy", "lifo", "'lifo' is not a policy"),
+        ("pools.0.nodes", 0, "nodes and gpus are 1 or more"),
+        ("pools.0.name", "a b", "not a pool name"),
+        ("jobs.0.name", "../a", "not a job name"),
+        ("jobs.0.arrival", -1, "arrival are 0 or more"),
+        ("jobs.0.staleness", 1e300, "staleness is 0 or more"),
+        ("cost", {"out_rate": 0}, "rates are bytes a second"),
+        ("cost", {"in_s": -1}, "cost: seconds"),
+        ("faults", {"crashes": -1}, "numbers per hour"),
+        ("faults", {"failed_moves": 2}, "a share from 0 to 1"),
+        ("until", -5, "until and warmup"),
+        ("warmup", 1e8, "before the warmup of 1e"),
+        ("max_hold", 0, "max_hold"),
+        ("jobs", [], "there is no job"),
+    ],
+)
+def test_a_scenario_that_cannot_be(tmp_path: Path, where: str, value: object, error: str) -> None:
+    """It used to hang, to end in a traceback or to be simulated as something else."""
+    scenario: dict[str, Any] = {
+        "pools": [{"name": "p"}],
+        "jobs": [{"name": "a", "steps": 3, "loop": [[{"seconds": 5, "group": "p"}]]}],
+    }
+    *folders, last = where.split(".")
+    spot: Any = scenario
+    for name in folders:
+        spot = spot[int(name) if name.isdigit() else name]
+    spot[last] = value
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps(scenario))
+    with pytest.raises(ConfigError, match=error):
+        run("--scenario", str(path))
+
+
+def test_what_a_scenario_says_is_not_said_twice(tmp_path: Path) -> None:
+    path, out = tmp_path / "s.json", tmp_path / "out.json"
+    job = {"name": "a", "steps": 3, "loop": [[{"seconds": 5, "group": "p"}]]}
+    path.write_text(json.dumps({"pools": [{"name": "p"}], "jobs": [job], "policy": "shortest"}))
+    with pytest.raises(ConfigError, match="--swap-s, --fault: with --scenario"):
+        run("--scenario", str(path), "--swap-s", "3", "--fault", "crashes=1")
+    run("--scenario", str(path), "--json", str(out))
+    assert json.loads(out.read_text())["policy"] == "shortest"
+    run("--scenario", str(path), "--policy", "fifo", "--json", str(out))
+    assert json.loads(out.read_text())["policy"] == "fifo"
 
 
 def test_a_foreign_scenario_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from coslice.admission.simulated import AdmissionReport
 from coslice.cli.finite import within
+from coslice.cli.scenario import MOST_A_HOUR, read_scenario
 from coslice.cli.simulate_admission import drifting, gate_of
 from coslice.cli.simulate_admission import told as say_admission
 from coslice.core.ids import check_name
@@ -34,6 +35,8 @@ from coslice.sizes import parse_size
 console = Console(highlight=False, emoji=False)
 if not console.is_terminal:
     console.width = 140  # nothing is cut off in a file
+POLICY = "fair_share"
+MOST_FAULTS = {"crashes": MOST_A_HOUR, "outages": MOST_A_HOUR, "failed_moves": 1.0}
 STEPS = 200
 """By default the simulation lasts for so many steps of the job with the longest ones."""
 
@@ -41,7 +44,8 @@ STEPS = 200
 class SimulateOptions(Struct, frozen=True, kw_only=True):
     jobs: tuple[str, ...]
     scenario: Path | None = None
-    policy: str = "fair_share"
+    policy: str = ""
+    """Empty: the scenario's, or ``POLICY``."""
     compare: tuple[str, ...] = ()
     swap_s: float = 0.0
     bandwidth: str | None = None
@@ -68,7 +72,7 @@ def run_simulate(options: SimulateOptions) -> None:
     within("--swap-s", options.swap_s)
     within("--staleness", options.staleness)
     within("--hours", options.hours, most=LONGEST / 3600)
-    for policy in (options.policy, *options.compare):
+    for policy in (options.policy or POLICY, *options.compare):
         try:
             policy_named(policy)
         except ValueError as error:
@@ -79,6 +83,8 @@ def run_simulate(options: SimulateOptions) -> None:
         for index, policy in enumerate(options.compare or (scenario.policy,))
     ]
     reports = [report for report, _ in results]
+    if reports[0].window_s <= 0:
+        raise ConfigError(f"all jobs had left before the warmup of {scenario.warmup:g} s was over")
     if options.json is not None:
         told = [figures(*result) for result in results]
         whole = {"policies": {each["policy"]: each for each in told}} if options.compare else told[0]
@@ -159,7 +165,7 @@ def _scenario(options: SimulateOptions) -> Scenario:
         pools=(pool,),
         jobs=tuple(jobs),
         cost=_cost(options),
-        policy=options.policy,
+        policy=options.policy or POLICY,
         faults=_faults(options.faults),
         seed=options.seed,
         until=until,
@@ -218,19 +224,22 @@ def _faults(words: Sequence[str]) -> Faults:
             values[name] = float(value)
         except ValueError:
             raise ConfigError(f"--fault {word!r}: {value!r} is not a number") from None
-        within(f"--fault {name}", values[name], most=1.0 if name == "failed_moves" else LONGEST)
+        within(f"--fault {name}", values[name], most=MOST_FAULTS.get(name, LONGEST))
     return Faults(**values)
 
 
 def _read_scenario(path: Path, options: SimulateOptions) -> Scenario:
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=Scenario)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a scenario ({error}); docs/policies.md has an example") from None
+    said = {
+        "--swap-s": options.swap_s, "--bandwidth": options.bandwidth, "--overlap": options.overlap,
+        "--device": options.device, "--host": options.host, "--staleness": options.staleness,
+        "--fault": options.faults, "--declared": options.declared,
+    }  # fmt: skip
+    if given := [option for option, value in said.items() if value]:
+        raise ConfigError(f"{', '.join(given)}: with --scenario that is said in the file")
+    found = read_scenario(path)
     hours = found.until if options.hours is None else options.hours * 3600
-    return msgspec.structs.replace(found, until=hours, seed=options.seed or found.seed)
+    policy = options.policy or found.policy
+    return msgspec.structs.replace(found, until=hours, seed=options.seed or found.seed, policy=policy)
 
 
 # ── what is said ───────────────────────────────────────────────────────────

@@ -24,7 +24,9 @@ def simulate(
             "files, GPU utilisation), or [b]NAME=ON/OFF[/b] in seconds, as in math=120/220.",
         ),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Who goes next; see docs/policies.md.")] = "fair_share",
+    policy: Annotated[
+        str, typer.Option(help="Who goes next; see docs/policies.md. Default: the scenario's, or fair_share.")
+    ] = "",
     compare: Annotated[
         str | None, typer.Option(metavar="POLICY,…", help="Several policies, side by side in one table.")
     ] = None,

@@ -56,12 +56,16 @@ def format_groups(plan: Plan) -> str:
             ]
             continue
         slow = ", ".join(f"{m.profile} {m.slowdown:.2f} x" for m in group.members)
+        bounds = {member.max_slowdown for member in group.members}
+        if len(bounds) > 1:
+            told = ", ".join(f"{m.profile} {m.max_slowdown:g}" for m in group.members)
+            slow += f". Bounds: {told}; admission goes by the loosest"
         lines += [
             "",
             f"# useful duty {group.useful_duty:.1%} of at most {group.duty_bound:.1%}; {slow}",
             "[[groups]]",
             f"name = {json.dumps(group.name)}",
-            f"max_slowdown = {plan.max_slowdown:g}",
+            f"max_slowdown = {max(bounds):g}",
             *([f"policy = {json.dumps(group.policy)}"] if group.policy else []),
             f"jobs = {json.dumps([member.profile for member in group.members])}",
             f"nodes = {json.dumps(list(group.nodes))}",
