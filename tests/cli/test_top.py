@@ -145,6 +145,17 @@ async def test_a_drained_node_and_who_leads_are_on_the_screen(
     assert said["groups"][0]["nodes"][0]["out"] == "drained"
 
 
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+async def test_it_ends_when_it_is_told_to(world: World, key: str) -> None:
+    await start(world)
+    app = TopApp(Wire(world.app.address))
+    async with app.run_test() as pilot:
+        await pilot.press("slash") if key == "ctrl+c" else None  # also out of a field
+        await pilot.press(key)
+        await until(pilot, lambda: app._exit)
+    assert app.return_code == 0
+
+
 async def test_once_and_json_are_for_scripts(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     await start(world)
     client = await world.client("job-a")

@@ -40,6 +40,7 @@ class TopApp(App[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
         Binding("j", "down", "down", show=False),
         Binding("k", "up", "up", show=False),
         Binding("tab", "focus_next", "jobs"),
