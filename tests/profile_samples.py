@@ -1,6 +1,7 @@
 """Small files in the shapes that trainers and tools write, with figures of our own."""
 
 import json
+from datetime import datetime, timedelta
 
 
 def verl_async_log(steps: int = 4) -> str:
@@ -107,4 +108,29 @@ def dcgm_table(cycles: int = 10) -> str:
     lines = ["#Entity   SMACT", "ID"]
     for number in range(40 * cycles):
         lines.append(f"GPU 0     {0.8 if number % 40 >= 25 else 0.0}")
+    return "\n".join(lines) + "\n"
+
+
+def dmon_table(cycles: int = 8) -> str:
+    """``nvidia-smi dmon -s u -o DT``, over midnight, its heading comes again. GPU 0: 20 s of every 50."""
+    heading = ["#Date       Time        gpu    sm   mem", "#YYYYMMDD   HH:MM:SS    Idx     %     %"]
+    lines, begin = [*heading], datetime(2026, 1, 2, 23, 58, 0)
+    for number in range(50 * cycles):
+        at = f"{begin + timedelta(seconds=number):%Y%m%d   %H:%M:%S}"
+        trains = number % 50 >= 30
+        lines += [
+            f" {at}      0    {90 if trains else 0}     3",
+            f" {at}      1    {0 if trains else 70}     3",
+        ]
+        if number % 20 == 19:
+            lines += heading
+    return "\n".join(lines) + "\n"
+
+
+def exporter_csv(cycles: int = 8) -> str:
+    """What Prometheus kept of a DCGM exporter, every 5 s."""
+    lines = ["Time,gpu,UUID,DCGM_FI_DEV_GPU_UTIL,DCGM_FI_DEV_FB_USED"]
+    for number in range(0, 50 * cycles, 5):
+        at = f"2026-01-02T03:{number // 60:02d}:{number % 60:02d}Z"
+        lines.append(f"{at},0,GPU-1,{90 if number % 50 >= 30 else 0},40000")
     return "\n".join(lines) + "\n"

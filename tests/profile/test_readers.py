@@ -214,6 +214,20 @@ def test_dcgm_has_no_time_stamps(tmp_path: Path) -> None:
     assert found.pools[0].duty == pytest.approx(15 / 40, abs=0.02)
 
 
+def test_what_nvidia_smi_dmon_prints(tmp_path: Path) -> None:
+    found = read(tmp_path, samples.dmon_table(), name="dmon.txt")
+    assert [pool.label for pool in found.pools] == ["gpu0", "gpu1"]
+    assert [pool.busy.mean for pool in found.pools] == pytest.approx([20.0, 30.0])
+    assert found.pools[0].period.mean == pytest.approx(50.0)  # also over midnight
+    assert found.source.skipped["lines without a number"] == 41  # the headings
+
+
+def test_what_an_exporter_wrote(tmp_path: Path) -> None:
+    (pool,) = read(tmp_path, samples.exporter_csv(), name="dcgm.csv").pools
+    assert (pool.busy.mean, pool.period.mean) == (pytest.approx(20.0), pytest.approx(50.0))
+    assert pool.device_bytes == 40000 << 20
+
+
 def test_a_gpu_that_is_always_busy_is_no_pool_but_is_told(tmp_path: Path) -> None:
     lines = ["timestamp_ms,gpu_index,gpu_util_pct"]
     for number in range(600):
