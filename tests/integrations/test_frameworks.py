@@ -131,9 +131,9 @@ class LegacyTrainer:
 def test_verl_legacy() -> None:
     with told() as (callback, _):
         verl.share(LegacyTrainer(callback), callback=callback).fit()
-        step = ["generate_sequences:S", "sleep_replicas:S", "reward:", "log_probs:T", "update:T"]
+        step = ["generate_sequences:TS", "sleep_replicas:TS", "reward:TS", "log_probs:TS", "update:TS"]
         step.append("update_weights:TS")
-        assert callback.trace == ["update_weights:TS", "generate_sequences:S", *step, *step]
+        assert callback.trace == ["update_weights:TS", "generate_sequences:TS", *step, *step]
 
 
 def test_verl_fully_async_gives_the_trainers_away_while_the_queue_is_empty() -> None:
@@ -166,6 +166,7 @@ class PPOTrainer:
         for _ in range(2):
             self.samples_generator.generate_samples()
             self.train_step([], 0)
+            self.save_logs_and_checkpoints(0)
             self.told.works("log")
         self.samples_generator.generate_eval_samples()
 
@@ -176,11 +177,14 @@ class PPOTrainer:
     def broadcast_to_vllm(self) -> None:
         self.told.works("broadcast")
 
+    def save_logs_and_checkpoints(self, step: int) -> None:
+        self.told.works("save")
+
 
 def test_openrlhf() -> None:
     with told() as (callback, recording):
         openrlhf.share(PPOTrainer(callback), callback=callback).fit()
-        step = ["generate_samples:S", "train:T", "broadcast:TS", "log:"]
+        step = ["generate_samples:S", "train:T", "broadcast:TS", "save:T", "log:"]
         assert callback.trace == [*step, *step, "generate_eval_samples:S"]
         assert ("acquire", "weight_sync", (SAMPLER,)) in recording.turns()
 
@@ -219,6 +223,7 @@ class SkyTrainer:
         self.dispatch = Worker(self.told, coroutines=("save_weights_for_sampler",))
 
     async def train(self) -> None:
+        self.load_checkpoints()
         await self.dispatch.save_weights_for_sampler()
         await self.eval()
         for _ in range(2):
@@ -228,7 +233,14 @@ class SkyTrainer:
             self.told.works("rewards")
             self.fwd_logprobs_values_reward({})
             self.train_critic_and_policy({})
+            self.update_ref_with_policy()
             await self.dispatch.save_weights_for_sampler()
+
+    def load_checkpoints(self) -> None:
+        self.told.works("load")
+
+    def update_ref_with_policy(self) -> None:
+        self.told.works("reference")
 
     async def eval(self) -> None:
         self.told.works("eval")
@@ -248,20 +260,27 @@ def test_skyrl() -> None:
         trainer = skyrl.share(SkyTrainer(callback), callback=callback)
         trainer.build_models(None, None, None)
         asyncio.run(trainer.train())
-        step = ["generate:S", "rewards:", "forward:T", "update:T", "save_weights_for_sampler:TS"]
-        assert callback.trace == ["build:TS", "save_weights_for_sampler:TS", "eval:S", *step, *step]
+        step = [
+            "generate:S",
+            "rewards:",
+            "forward:T",
+            "update:T",
+            "reference:T",
+            "save_weights_for_sampler:TS",
+        ]
+        begin = ["build:TS", "load:T", "save_weights_for_sampler:TS", "eval:S"]
+        assert callback.trace == [*begin, *step, *step]
 
 
 def test_skyrl_colocated_holds_until_the_engine_sleeps() -> None:
     class Colocated(SkyTrainer):
         colocate_all = True
 
-    with told("pool") as (callback, _):
+    with told() as (callback, _):
         trainer = skyrl.share(Colocated(callback), callback=callback)
         trainer.build_models(None, None, None)
         asyncio.run(trainer.train())
-        assert "sleep:pool" in callback.trace
-        assert "rewards:" in callback.trace
+        assert {"generate:TS", "eval:TS", "sleep:TS", "rewards:"} <= set(callback.trace)
 
 
 def test_skyrl_fully_async_shares_the_trainers_only() -> None:
@@ -272,6 +291,7 @@ def test_skyrl_fully_async_shares_the_trainers_only() -> None:
                 await self._collect_generation_mini_batch()
                 self.train_critic_and_policy({})
                 await self.dispatch.save_weights_for_sampler()
+                await self.eval()
 
         async def _collect_generation_mini_batch(self) -> None:
             self.told.works("collect")
@@ -280,7 +300,7 @@ def test_skyrl_fully_async_shares_the_trainers_only() -> None:
         trainer = skyrl.share(FullyAsync(callback), callback=callback)
         trainer.build_models(None, None, None)
         asyncio.run(trainer.train())
-        step = ["collect:", "update:T", "save_weights_for_sampler:T"]
+        step = ["collect:", "update:T", "save_weights_for_sampler:T", "eval:"]
         assert callback.trace == ["build:TS", "save_weights_for_sampler:T", *step, *step]
 
 

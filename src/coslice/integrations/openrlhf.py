@@ -27,7 +27,8 @@ def share(actor: T, *, callback: Enabled | None = None) -> T:
         phases.around(generator, "generate_samples", "generate")
         phases.around(generator, "generate_eval_samples", "eval")
     # The weights are broadcast inside a training step: the sampler's accelerators come on top, and go first.
-    phases.around(actor, "train_step", "train")
+    phases.opens(actor, "train_step", "train")
+    phases.closes(actor, "save_logs_and_checkpoints", "train")  # follows every step
     phases.around(actor, "broadcast_to_vllm", "weight_sync")
     phases.around(actor, "save_best_checkpoint", "save")
     phases.last(actor, "fit")

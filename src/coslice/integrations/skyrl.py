@@ -14,6 +14,7 @@ time: there only the trainer's accelerators are shared, and given away while it 
 import functools
 from typing import Any, TypeVar
 
+from coslice.client.phases import BOTH, TRAINER
 from coslice.integrations.wrapping import Enabled, Phases, phases_of
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ def share(trainer: T, *, callback: Enabled | None = None) -> T:
     if phases is None:
         return trainer
     asynchronous = hasattr(trainer, "_collect_generation_mini_batch")
-    role = "trainer" if asynchronous else ""
+    role = TRAINER if asynchronous else ""
     built = functools.partial(_dispatching, phases, trainer, role)
     if getattr(trainer, "dispatch", None) is not None:
         built()
@@ -38,6 +39,8 @@ def share(trainer: T, *, callback: Enabled | None = None) -> T:
         phases.away(trainer, "_collect_generation_mini_batch", "train")
     else:
         _synchronous(phases, trainer)
+    phases.around(trainer, "load_checkpoints", "load", TRAINER)
+    phases.around(trainer, "update_ref_with_policy", "update_ref", TRAINER)
     phases.around(trainer, "save_checkpoints", "save")
     phases.around(trainer, "save_models", "save")
     phases.last(trainer, "train")
@@ -46,20 +49,20 @@ def share(trainer: T, *, callback: Enabled | None = None) -> T:
 
 def _synchronous(phases: Phases, trainer: Any) -> None:
     if getattr(trainer, "colocate_all", False):
-        # The engine sleeps after generating; until it does it occupies the accelerators.
-        phases.opens(trainer, "generate", "generate")
-        phases.closes(trainer.inference_engine_client, "sleep", "generate")
+        # The engine sleeps after generating; until it does it occupies the accelerators, the trainer's too.
+        phases.opens(trainer, "generate", "generate", BOTH)
+        phases.closes(trainer.inference_engine_client, "sleep", "generate", BOTH)
+        phases.around(trainer, "eval", "eval", BOTH)
     else:
         phases.around(trainer, "generate", "generate")
-    phases.around(trainer, "eval", "eval")
+        phases.around(trainer, "eval", "eval")
     phases.opens(trainer, "fwd_logprobs_values_reward", "train")
 
 
 def _dispatching(phases: Phases, trainer: Any, role: str) -> None:
     """The dispatch, which syncs the weights, is there once the models are."""
     phases.around(trainer.dispatch, "save_weights_for_sampler", "weight_sync", role)
-    if not role:
-        phases.closes(trainer.dispatch, "save_weights_for_sampler", "train")
+    phases.closes(trainer.dispatch, "save_weights_for_sampler", "train")
 
 
 def _after(owner: Any, name: str, then: Any) -> None:

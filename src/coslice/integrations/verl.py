@@ -3,14 +3,16 @@
 verl loads this as a plugin (``coslice.integrations.verl_plugin``, entry point ``verl.plugins``); that only
 arranges for the trainers to be replaced, under their own names, once verl imports them. Modes:
 
-* ``sync``: trainer and rollouts share one group; it is given away between two steps.
+* ``sync`` and the legacy trainer (``use_v1=False``): trainer and rollouts are on the same accelerators, all
+  of the job's groups, held for a whole step and given away between two.
 * ``separate_async`` and the fully asynchronous trainer: the trainer's group is shared, and given away while
   the trainer waits for samples. The rollouts keep theirs.
-* the legacy trainer (``use_v1=False``): by wrapping its methods.
+* whatever generates on the trainer's accelerators without a pause is refused.
 
 Without an orchestrator nothing is replaced, and verl is not imported here.
 """
 
+import asyncio
 import functools
 import importlib.abc
 import importlib.machinery
@@ -21,13 +23,14 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
-from coslice.client.phases import PhaseCallback, upstream_env
-from coslice.integrations.wrapping import Enabled, phases_of
+from coslice.client.phases import BOTH, TRAINER, PhaseCallback, upstream_env
+from coslice.errors import ConfigError
+from coslice.integrations.wrapping import Enabled, Phases, phases_of
 
 T = TypeVar("T")
 V1, LEGACY = "verl.trainer.ppo.v1", "verl.trainer.ppo.ray_trainer"
 FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_trainer"
-COLOCATED, SEPARATE = "sync", "separate_async"
+COLOCATED, SEPARATE, UNSHARED = "sync", "separate_async", "colocate_async"
 
 
 def shared(trainer: type, *, separate: bool, callback: Callable[[], Enabled] | None = None) -> type:
@@ -41,6 +44,8 @@ def shared(trainer: type, *, separate: bool, callback: Callable[[], Enabled] | N
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._phases = (callback or PhaseCallback.from_env)()
             super().__init__(*args, **kwargs)
+            if separate and getattr(self, "_enable_hybrid_replicas", False):
+                _refuse(self._phases, "rollouts use them too: set actor_rollout_ref.hybrid_engine=False")
 
         def init(self) -> Any:
             self._phases.on_phase_begin("init")
@@ -57,37 +62,35 @@ def shared(trainer: type, *, separate: bool, callback: Callable[[], Enabled] | N
 
         def on_step_begin(self) -> Any:
             if not separate:  # prompts go out before on_sample_begin
-                self._phases.on_phase_begin("generate")
+                self._phases.on_phase_begin("step", BOTH)
             return super().on_step_begin()
 
         def on_sample_begin(self) -> Any:
             self._phases.on_phase_end("train")  # waiting for samples: others may train
-            if not separate:
-                self._phases.on_phase_begin("generate")
             return super().on_sample_begin()
 
         def on_sample_end(self) -> Any:
-            result = super().on_sample_end()  # the replicas fall asleep, on the accelerators
-            self._phases.on_phase_end("generate")
-            self._phases.on_phase_begin("train")
+            result = super().on_sample_end()
+            if separate:
+                self._phases.on_phase_begin("train")
             return result
 
         def on_step_end(self) -> Any:
-            role = "trainer" if separate else ""
+            role = TRAINER if separate else BOTH
             self._phases.on_phase_begin("weight_sync", role)
             result = super().on_step_end()
-            self._phases.on_phase_end("weight_sync", role)
-            self._phases.on_phase_end("train")
+            for phase, of in (("weight_sync", role), ("train", ""), ("step", BOTH)):
+                self._phases.on_phase_end(phase, of)
             return result
 
         def on_validate_begin(self) -> Any:
             if not separate:
-                self._phases.on_phase_begin("eval")
+                self._phases.on_phase_begin("eval", BOTH)
             return super().on_validate_begin()
 
         def on_validate_end(self) -> Any:
             result = super().on_validate_end()
-            self._phases.on_phase_end("eval")
+            self._phases.on_phase_end("eval", BOTH)
             return result
 
     Shared.__name__ = Shared.__qualname__ = base.__name__
@@ -104,21 +107,27 @@ def share(trainer: T, *, callback: Enabled | None = None) -> T:
         return trainer
     owner: Any = trainer
     if hasattr(owner, "_fit_generate"):
-        phases.away(owner, "_fit_generate", "train")
+        _waits_for_samples(phases, owner)
     else:
+        # A step ends with the weights' way back, which wakes the rollouts up; validation finds them awake.
         rollouts, weights = owner.async_rollout_manager, owner.checkpoint_manager
-        phases.opens(rollouts, "generate_sequences", "generate")
-        phases.closes(weights, "sleep_replicas", "generate")
-        for name in ("_compute_old_log_prob", "_compute_ref_log_prob", "_compute_values", "_update_critic"):
-            phases.opens(owner, name, "train", ends="generate")
-        phases.opens(owner, "_update_actor", "train", ends="generate")
-        phases.around(weights, "update_weights", "weight_sync")
-        phases.closes(weights, "update_weights", "train")
-        phases.around(owner, "_save_checkpoint", "save")
-        phases.around(owner, "_validate", "eval")
-        phases.closes(owner, "_validate", "generate")
+        phases.around(owner, "_load_checkpoint", "load", BOTH)
+        phases.opens(rollouts, "generate_sequences", "step", BOTH)
+        phases.around(weights, "update_weights", "weight_sync", BOTH)
+        phases.around(owner, "_validate", "eval", BOTH)
+        phases.closes(weights, "update_weights", "step", BOTH)
+        phases.closes(owner, "_validate", "step", BOTH)
     phases.last(owner, "fit")
     return trainer
+
+
+def _waits_for_samples(phases: Phases, owner: Any) -> None:
+    """Before ``fit``, and after its last sample, the trainer still loads, syncs and saves."""
+    phases.around(owner, "load_checkpoint", "load", TRAINER)
+    phases.away(owner, "_fit_generate", "train")
+    phases.around(owner, "_fit_update_weights", "weight_sync", TRAINER)
+    phases.closes(owner, "_fit_update_weights", "train")
+    phases.around(owner, "_save_checkpoint", "save")
 
 
 # ── the plugin ─────────────────────────────────────────────────────────────
@@ -145,6 +154,24 @@ def _v1(module: ModuleType) -> None:
     for name in (COLOCATED, SEPARATE):
         if name in registry:  # the name stays: verl compares it in places
             registry[name] = shared(registry[name], separate=name == SEPARATE)
+    if UNSHARED in registry:
+        registry[UNSHARED] = _refused(registry[UNSHARED])
+
+
+def _refused(trainer: Any) -> type:
+    class Refused(trainer):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            _refuse(PhaseCallback.from_env(), f"it generates all the time: use {COLOCATED} or {SEPARATE}")
+            super().__init__(*args, **kwargs)
+
+    Refused.__name__ = Refused.__qualname__ = trainer.__name__
+    return Refused
+
+
+def _refuse(callback: Enabled, why: str) -> None:
+    """Better no run than one that computes on accelerators which it does not hold."""
+    if callback.enabled:
+        raise ConfigError(f"this verl trainer cannot take turns on its accelerators: {why}")
 
 
 def _legacy(module: ModuleType) -> None:
@@ -173,9 +200,16 @@ def _fully_async(module: ModuleType) -> None:
 
     @functools.wraps(init_workers)
     async def sharing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = await init_workers(self, *args, **kwargs)
-        share(self)
-        return result
+        callback = PhaseCallback.from_env()
+        using = self.config.async_training
+        if using.get("use_trainer_do_validate") or using.get("use_dynamic_resource_scheduling"):
+            _refuse(callback, "rollouts use them too: neither use_trainer_do_validate nor dynamic scheduling")
+        share(self, callback=callback)
+        await asyncio.to_thread(callback.on_phase_begin, "init", TRAINER)
+        try:
+            return await init_workers(self, *args, **kwargs)
+        finally:
+            callback.on_phase_end("init", TRAINER)
 
     trainer.init_workers = sharing
 

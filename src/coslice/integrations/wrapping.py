@@ -45,19 +45,19 @@ class Phases:
         """The method is the phase."""
         _wrap(owner, name, lambda: self._enter(phase, role), lambda: self._exit(phase, role), always=True)
 
-    def opens(self, owner: Any, name: str, phase: str, *, ends: str = "") -> None:
+    def opens(self, owner: Any, name: str, phase: str, role: str = "", *, ends: str = "") -> None:
         """The phase begins with the method and stays open; ``ends``: another one, over by then."""
 
         def before() -> None:
             if ends:
                 self.end(ends)
-            self.begin(phase)
+            self.begin(phase, role)
 
         _wrap(owner, name, before, _nothing)
 
-    def closes(self, owner: Any, name: str, phase: str) -> None:
+    def closes(self, owner: Any, name: str, phase: str, role: str = "") -> None:
         """The phase is over when the method returns."""
-        _wrap(owner, name, _nothing, lambda: self.end(phase))
+        _wrap(owner, name, _nothing, lambda: self.end(phase, role))
 
     def away(self, owner: Any, name: str, phase: str) -> None:
         """The method waits for others: the phase that is open is over, and begins anew when it returns."""
