@@ -169,6 +169,25 @@ def test_a_trainer_state_without_times(tmp_path: Path) -> None:
         read(tmp_path, json.dumps({"log_history": [{"step": 1, "loss": 1.0}]}), name="s.json")
 
 
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_what_a_trainer_printed(tmp_path: Path, quote: str) -> None:
+    """The log of its process: progress bars, warnings, and a dictionary for each step."""
+    lines = ["Loading weights …", "{'not': 'numbers'}"]
+    for step in range(1, 5):
+        numbers = {"loss": "0.1", "grad_norm": "nan", "step_time": f"{30.0 + step}", "epoch": "1e-2"}
+        shown = ", ".join(f"'{key}': {quote}{value}{quote}" for key, value in numbers.items())
+        lines.append(f" {step}%|▏         | {step}/100 [00:30<50:01, 30.3s/it]\r{{{shown}}}")
+    lines.append("{'train_runtime': 140.0, 'train_loss': 0.1, 'epoch': 1.0}")
+    found = read(tmp_path, "\n".join(lines) + "\n", name="out.log")
+    assert found.source.kind == "trl"
+    assert found.pools[0].period.mean == pytest.approx(32.5)
+    assert found.source.skipped == {
+        "not a log entry": 5,  # the bars, and a line of words
+        "the summary at the end": 1,
+        "entries without times": 1,
+    }
+
+
 def test_an_entry_of_a_trainer_with_a_time_that_is_none(tmp_path: Path) -> None:
     history = json.loads(samples.trainer_state())
     history["log_history"] += [{"step": 5, "step_time": float("nan")}, {"step": 6, "step_time": 10**400}]

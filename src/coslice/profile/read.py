@@ -18,8 +18,9 @@ from coslice.profile.verl import looks_like_verl, read_verl
 _LONGEST = 60
 """Characters of a name: a job's has 63, and there may be ``-2`` behind it."""
 KNOWN = (
-    "a coslice profile or journal, a veRL log (step:… timing_s/…), a trainer_state.json, a step file (JSON "
-    "lines with gen_s, update_actor_s, step_s, …), a record of GPU utilisation (CSV with a header)"
+    "a coslice profile or journal, a veRL log (step:… timing_s/…), a trainer_state.json or what a trainer "
+    "printed ({'step_time': …}), a step file (JSON lines with gen_s, update_actor_s, step_s, …), a record of "
+    "GPU utilisation (CSV with a header)"
 )
 
 

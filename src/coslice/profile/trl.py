@@ -1,4 +1,5 @@
-"""What a Hugging Face trainer leaves behind: ``trainer_state.json``, or its ``log_history`` as JSON lines.
+"""What a Hugging Face trainer leaves behind: ``trainer_state.json``, its ``log_history`` as JSON lines, or
+what it printed (``{'loss': 0.1, 'step_time': 10.5, …}``, among progress bars and other lines).
 
 TRL's trainers log ``step_time`` and, where profiling metrics are recorded, ``profiling/Time taken:
 Class.method`` of their methods. Of these, the innermost that we know are phases; the rest of a step is
@@ -6,6 +7,7 @@ Class.method`` of their methods. Of these, the innermost that we know are phases
 """
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -29,7 +31,13 @@ _METHODS = {
 }
 
 
+_PRINTED = re.compile(r"\{'[^{}]*\}")
+_PRINTED_PAIR = re.compile(r"'([^']+)': '?([-+.\w]+)'?")
+
+
 def looks_like_trl(text: str) -> bool:
+    if "'step_time': " in text or "'train_runtime': " in text:
+        return True
     head = text.lstrip()[:1]
     return head in "{[" and ('"log_history"' in text or '"train_runtime"' in text or '"step_time"' in text)
 
@@ -125,10 +133,24 @@ def _entries(text: str, file: str) -> tuple[list[dict[str, Any]], int]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict):
+        record = record if isinstance(record, dict) else _printed(line)
+        if record is not None:
             entries.append(record)
         else:
             broken += 1
     if not entries:
-        raise ConfigError(f"{file}: neither a trainer_state.json nor log entries as JSON lines")
+        raise ConfigError(f"{file}: neither a trainer_state.json nor log entries in JSON or as printed")
     return entries, broken
+
+
+def _printed(line: str) -> dict[str, Any] | None:
+    """Of a dictionary as Python prints it, the numbers (some versions print them as text)."""
+    if (found := _PRINTED.search(line)) is None:
+        return None
+    entry: dict[str, Any] = {}
+    for key, value in _PRINTED_PAIR.findall(found[0]):
+        try:
+            entry[key] = float(value)
+        except ValueError:
+            continue
+    return entry
