@@ -12,10 +12,10 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from coslice.cli import up
+from coslice.cli import up_config
 from coslice.cli.main import app
 from coslice.cli.plan import groups_given
-from coslice.cli.up import UpOptions, _devices, _group
+from coslice.cli.up_config import UpOptions, devices_of, group_config
 from coslice.errors import ConfigError
 from coslice.plan.cluster import load_cluster
 from coslice.plan.groupsfile import group_options, read_groups
@@ -93,9 +93,9 @@ def test_the_groups_file_goes_to_coslice_up(profiles: Path, tmp_path: Path) -> N
     assert specs == ("g1:max_slowdown=1.1", "g2:max_slowdown=1.1")
     out.write_text('[[groups]]\nname = "a"\ncpus = [0]\nmemory = "64MiB"\nadmission = "warn"\n')
     options = UpOptions(groups=groups_given(None, out), device="host", max_slowdown=1.3)
-    devices = _devices(options)
+    devices = devices_of(options)
     assert [(str(d.group), d.cpus, d.device_budget) for d in devices] == [("a", (0,), 64 << 20)]
-    group = _group(options.groups[0], options, "fifo")
+    group = group_config(options.groups[0], options, "fifo")
     assert (group.id, group.admission, group.max_slowdown) == ("a", "warn", 1.3)
 
 
@@ -117,16 +117,16 @@ def test_several_groups_of_a_plan_start_on_one_machine(
 ) -> None:
     """As in docs/planning.md, with no word on cores in it: each gets one, and its part of the memory."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    monkeypatch.setattr(up, "_available_memory", lambda: 48 << 30)
+    monkeypatch.setattr(up_config, "_available_memory", lambda: 48 << 30)
     out = tmp_path / "groups.toml"
     call(str(profiles), "--out", str(out))
     options = UpOptions(groups=groups_given(None, out), groups_file=out, device="host")
-    assert [(d.cpus, d.device_budget) for d in _devices(options)] == [((2,), 6 << 30), ((1,), 6 << 30)]
+    assert [(d.cpus, d.device_budget) for d in devices_of(options)] == [((2,), 6 << 30), ((1,), 6 << 30)]
     named = UpOptions(groups=("a", "b:cpus=2", "c"), device="host")
-    assert [d.cpus for d in _devices(named)] == [(1,), (2,), (0,)]
+    assert [d.cpus for d in devices_of(named)] == [(1,), (2,), (0,)]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     with pytest.raises(ConfigError, match=r"g2: no core .* with cpus = \[1, 2\] in .*groups\.toml"):
-        _devices(options)
+        devices_of(options)
 
 
 def test_each_node_takes_its_groups(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import coslice
 from coslice.cli.plan import groups_given
 from coslice.cli.regroup import _with_devices_of
 from coslice.cli.rpc import group_status
-from coslice.cli.up import UpOptions, _group, run_agent
+from coslice.cli.up import run_agent
+from coslice.cli.up_config import UpOptions, group_config
 from coslice.errors import ConfigError
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -138,7 +139,7 @@ def test_cores_and_memory_stay_until_the_next_start() -> None:
     kept = _with_devices_of(old, new)
     assert kept == "one:cpus=0,1:memory=1MiB:max_slowdown=1.5:policy=priority:class/job-a=1"
     assert _with_devices_of(None, new) == new
-    assert _group(kept, UpOptions(), "fifo").policy == "priority:class/job-a=1"
+    assert group_config(kept, UpOptions(), "fifo").policy == "priority:class/job-a=1"
 
 
 def test_a_policy_of_its_own_is_read_from_the_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from coslice.agent.topology.hostlist import expand
 from coslice.agent.topology.slurm import step_of
 from coslice.cli.main import app
-from coslice.cli.up import UpOptions
+from coslice.cli.up_config import UpOptions
 from coslice.errors import ConfigError
 
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}[a-z-]", fullmatch=True)
