@@ -70,7 +70,7 @@ build/frameworks/.installed: tests/integrations/frameworks.txt
 	@touch $@
 
 test-frameworks: $(VENV)/.installed build/frameworks/.installed  ## verl's own loops, without accelerators; the methods that adapters wrap elsewhere
-	PYTHONPATH=build/frameworks $(BIN)/pytest -m frameworks tests/integrations
+	PYTHONPATH="$(CURDIR)/build/frameworks" $(BIN)/pytest -m frameworks tests/integrations
 
 check: $(VENV)/.installed         ## ruff, mypy strict, import contracts
 	$(BIN)/ruff check src tests tools examples

@@ -151,9 +151,12 @@ def test_a_worker_that_fails_leaves_nothing_held(job: object, what: str, run: Ru
 def test_rollouts_that_use_the_trainers_accelerators_unasked_are_refused(
     overrides: list[str], run: Run, tmp_path: Path
 ) -> None:
+    from integrations.verl_workers import config
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    given = config(tmp_path, *overrides)
     with pytest.raises(ConfigError, match="take turns"):
-        v1(tmp_path, *overrides)
-    assert run.trace == []
+        get_trainer_cls(given.trainer.v1.trainer_mode)(config=given)
 
 
 def test_a_fully_asynchronous_trainer_that_also_generates_is_refused(run: Run, tmp_path: Path) -> None:
