@@ -85,7 +85,6 @@ class Scraped:
         return self._pushed.jobs.take()
 
     def series(self) -> int:
-        self._readings.take()
         families = (*self._readings.collect(), *self._registry.collect())
         return sum(len(family.samples) for family in families if family.name not in FIXED)
 

@@ -10,6 +10,7 @@ from prometheus_client import (
 )
 
 from coslice.observe.exposition import LINES, pieces
+from coslice.observe.metric import SECONDS, VALUES, Metric, histogram
 
 
 def test_it_is_what_the_library_writes() -> None:
@@ -25,3 +26,18 @@ def test_it_is_what_the_library_writes() -> None:
     for number in range(LINES):
         took.labels(f"g{number}").observe(0.5)
     assert "".join(pieces(registry.collect())).encode() == generate_latest(registry)
+
+
+def test_a_histogram_of_many_groups_comes_in_parts_and_reads_as_one() -> None:
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # as every board does
+    told = Metric("took_seconds", "histogram", "Timed.", ("group",))
+    parted, whole = CollectorRegistry(), CollectorRegistry()
+    same = (
+        histogram(told, parted),
+        Histogram(told.name, told.help, told.labels, registry=whole, buckets=SECONDS),
+    )
+    for number in range(20):
+        for one in same:
+            one.labels(f"g{number}").observe(0.01 * number)
+    assert max(len(family.samples) for family in parted.collect()) == VALUES
+    assert "".join(pieces(parted.collect())).encode() == generate_latest(whole)

@@ -31,6 +31,8 @@ Stretch = tuple[float, float]
 KEEPALIVE_S = 30
 AT_ONCE = 64
 """Jobs that connect, or ask for the first time, at the same time."""
+NICE = 10
+"""Its processor time is not counted: it gives way to the orchestrator where cores are few."""
 STARTED = start_time(os.getpid()) or 0
 PROBE = "asked"
 TICK_S = 0.01
@@ -316,6 +318,7 @@ def apart(took: Iterable[Stretch], late: Sequence[Stretch]) -> Iterator[Stretch]
 
 async def main() -> None:
     address, *numbers = sys.argv[1:]
+    os.nice(NICE)
     load = Load(address, *(int(number) for number in numbers))
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):

@@ -43,7 +43,6 @@ class Board:
     async def exposition(self) -> bytes:
         """All metrics in Prometheus' text format, as the states are now. In the loop's own thread, a piece
         between any two turns of the loop: one of its own would take the interpreter from each of them."""
-        self._readings.take()
         found: list[str] = []
         for piece in pieces(chain(self._readings.gather(), self.registry.collect())):
             found.append(piece)

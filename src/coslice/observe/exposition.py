@@ -11,17 +11,22 @@ _HELP = str.maketrans({"\\": r"\\", "\n": r"\n"})
 
 
 def pieces(families: Iterable[Family | None]) -> Iterator[str]:
-    """Together the text, in so many pieces that none takes long; for None an empty one. Samples have neither
-    times nor exemplars, and names need no quotes."""
+    """Together the text, in so many pieces that none takes long; for None an empty one. A family may come in
+    parts, one after the other. Samples have neither times nor exemplars, and names need no quotes."""
     found: list[str] = []
     labelled: dict[tuple[tuple[str, str], ...], str] = {}
     told: dict[float, str] = {}
+    begun = ""
     for family in families:
         if family is None:
             yield ""
             continue
         name = family.name + "_total" if family.type == "counter" else family.name
-        found.append(f"# HELP {name} {family.documentation.translate(_HELP)}\n# TYPE {name} {family.type}\n")
+        if name != begun:
+            begun = name
+            found.append(
+                f"# HELP {name} {family.documentation.translate(_HELP)}\n# TYPE {name} {family.type}\n"
+            )
         for sample in family.samples:
             key = tuple(sample.labels.items())
             labels = labelled.get(key)
