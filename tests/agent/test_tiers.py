@@ -269,6 +269,89 @@ async def test_who_needs_room_waits_for_those_who_are_making_some(
     buffers.close()
 
 
+async def test_two_who_fetch_the_same_and_one_who_needs_room_never_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first fetch ends in nothing. The second follows it, after the one who came between."""
+    buffers = HostBuffers(5 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    before = {name: await filled(buffers, name, 3 * MIB) for name in ("g/a/1", "g/c/1")}
+    writing, may_write = asyncio.Event(), asyncio.Event()
+    write = DiskTier.write
+
+    async def refused(*args: Any) -> None:
+        writing.set()
+        await may_write.wait()
+        monkeypatch.setattr(DiskTier, "write", write)
+        raise NoDisk("not now")
+
+    monkeypatch.setattr(DiskTier, "write", refused)
+    first = asyncio.ensure_future(buffers.fetch("g/a/1"))
+    await writing.wait()  # c is on its way to disk, for a
+    second = asyncio.ensure_future(buffers.fetch("g/a/1"))
+    leaving = asyncio.ensure_future(buffers.reserve("g/b/1", 3 * MIB))
+    await asyncio.sleep(0)  # a turn of the loop, in which both begin to wait
+    may_write.set()
+    with pytest.raises(NoHostMemory, match="could not leave"):
+        await first
+    async with asyncio.timeout(20.0):
+        await asyncio.gather(second, leaving)
+    assert buffers.used <= 5 * MIB
+    buffers.free("g/b/1")
+    for name, content in before.items():
+        await buffers.fetch(name)
+        assert os.pread(buffers.descriptor(name), 3 * MIB, 0) == content
+    buffers.close()
+
+
+async def test_a_file_that_is_freed_while_it_changes_is_closed_once_and_used_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process ended while its state came back from disk, and another request for it was waiting."""
+    buffers = HostBuffers(8 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    await filled(buffers, "g/a/1", 5 * MIB)
+    await filled(buffers, "g/b/1", 4 * MIB)
+    buffers.free("g/b/1")
+    fd, reading, may_read, closed = buffers.descriptor("g/a/1"), asyncio.Event(), asyncio.Event(), []
+    read, close = DiskTier.read, os.close
+
+    async def slow(*args: Any) -> int:
+        size = await read(*args)
+        reading.set()
+        await may_read.wait()
+        return size
+
+    def counted(number: int) -> None:
+        closed.append(number)
+        close(number)
+
+    monkeypatch.setattr(DiskTier, "read", slow)
+    fetching = asyncio.ensure_future(buffers.fetch("g/a/1"))
+    await reading.wait()
+    more = asyncio.ensure_future(buffers.reserve("g/a/1", 6 * MIB))
+    await asyncio.sleep(0)  # a turn of the loop, in which it begins to wait
+    monkeypatch.setattr(os, "close", counted)
+    buffers.free("g/a/1")
+    may_read.set()
+    for each in (fetching, more):
+        with pytest.raises(NoHostMemory, match="given up"):
+            await each
+    assert (closed.count(fd), buffers.used, files(tmp_path)) == (1, 0, [])
+    buffers.close()
+
+
+async def test_who_gave_up_waiting_keeps_nothing_in_memory(tmp_path: Path) -> None:
+    buffers = HostBuffers(5 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    await filled(buffers, "g/a/1", 3 * MIB)
+    async with buffers._files["g/a/1"].changing:
+        waiting = asyncio.ensure_future(buffers.fetch("g/a/1"))
+        await asyncio.sleep(0)  # a turn of the loop, in which it begins to wait
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+    await buffers.reserve("g/b/1", 3 * MIB)
+    assert buffers.spilled("g/a/1") == 3 * MIB
+    buffers.close()
+
+
 async def test_a_restart_waits_for_the_file_before_it_asks_for_a_restore(tmp_path: Path) -> None:
     """What an earlier agent spilled can only go back into the file that the process still has mapped, cut
     short: told to restore before it has handed that back, it would read what is not there (SIGBUS)."""

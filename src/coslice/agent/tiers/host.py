@@ -38,11 +38,19 @@ class _File:
     """Which hold it was: the lowest is the longest idle."""
     generation: int = 0
     """Grows when its pages were given away: a copy that is taken for granted may not be there."""
-    wanted: bool = False
-    """Its content is about to be used: it does not go to disk, not even half-way."""
+    wanted: int = 0
+    """So many are about to use its content: it does not go to disk, not even half-way."""
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     turn: int = 0
     """Of the change that is under way: who needs room waits for those before it."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Of the change that is under way. Its lock is not what to wait for: the next change may have that by
+    then, and wait for whoever waits."""
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def _anything(name: str) -> bool:
@@ -160,7 +168,7 @@ class HostBuffers:
         if file is None:
             file = self._files[name] = _File(os.memfd_create("coslice", os.MFD_CLOEXEC))
             self._arrived(name)
-        async with self._using(file):
+        async with self._using(name, file):
             if self.spilled(name):
                 await self._back_from_disk(name, file)
             old = file.charged
@@ -175,6 +183,7 @@ class HostBuffers:
     async def _grow(self, name: str, file: _File, size: int) -> None:
         self.check({name: size})
         await self._after_others(file, size - file.charged)
+        self._check_there(name, file)
         self.check({name: size})
         old, held = file.charged, file.held
         file.charged, file.held = size, True  # before pages are touched: no other takes the room meanwhile
@@ -193,8 +202,6 @@ class HostBuffers:
             raise
         finally:
             file.held = held
-            if self._files.get(name) is not file:  # freed while it grew
-                os.close(file.fd)
 
     async def _after_others(self, file: _File, more: int) -> None:
         """Who began before may be about to make room, or to let go what it fetched. It never waits for us."""
@@ -202,8 +209,7 @@ class HostBuffers:
             before = [f for f in self._files.values() if f.changing.locked() and f.turn < file.turn]
             if not before:
                 return
-            async with before[0].changing:
-                pass
+            await before[0].over.wait()
 
     async def handed_back(self, name: str) -> None:
         """After a restart a process still has its file, and what is on disk can only go there: until it has
@@ -220,29 +226,48 @@ class HostBuffers:
         file = self._files.get(name)
         if file is None:
             return
-        async with self._using(file):
+        async with self._using(name, file):
             self._holds += 1
             file.since = self._holds
             if self.spilled(name):
                 await self._back_from_disk(name, file)
 
     @contextlib.asynccontextmanager
-    async def _using(self, file: _File) -> AsyncIterator[None]:
-        """One change at a time; a way to disk that has begun ends in nothing."""
-        file.wanted = True
+    async def _using(self, name: str, file: _File) -> AsyncIterator[None]:
+        """One change at a time; a way to disk that has begun ends in nothing. Raises ``NoHostMemory`` for a
+        file that was freed."""
+        file.wanted += 1
+        try:
+            async with self._changing(name, file):
+                self._check_there(name, file)
+                self._turns += 1
+                file.turn = self._turns
+                yield
+        finally:
+            file.wanted -= 1
+
+    @contextlib.asynccontextmanager
+    async def _changing(self, name: str, file: _File) -> AsyncIterator[None]:
         async with file.changing:
-            self._turns += 1
-            file.turn = self._turns
+            file.over.clear()
             try:
                 yield
             finally:
-                file.wanted = False
+                file.over.set()
+                if self._files.get(name) is not file:  # freed meanwhile
+                    file.close()
+
+    def _check_there(self, name: str, file: _File) -> None:
+        if self._files.get(name) is not file:
+            raise NoHostMemory(f"the host buffer of {name} was given up meanwhile")
 
     async def _back_from_disk(self, name: str, file: _File) -> None:
         """Raises ``Damaged``; then it stays on disk, so that nobody ever takes what is in memory for it."""
         assert self.disk is not None
         await self._grow(name, file, max(self.spilled(name), file.charged))
+        self._check_there(name, file)
         size = await self.disk.read(name, file.fd)
+        self._check_there(name, file)
         self.disk.free(name)
         file.held = True
         log.info("%s of %s are back from disk", format_size(size), name)
@@ -271,7 +296,7 @@ class HostBuffers:
             self.disk.free(name)
         file = self._files.pop(name, None)
         if file is not None and not file.changing.locked():
-            os.close(file.fd)
+            file.close()
 
     # ── one copy for several processes ─────────────────────────────────────
 
@@ -314,7 +339,7 @@ class HostBuffers:
         """Files on disk stay: their processes may outlive this agent."""
         for file in self._files.values():
             if not file.changing.locked():
-                os.close(file.fd)
+                file.close()
         self._files.clear()
         self._shared.close()
 
@@ -342,7 +367,7 @@ class HostBuffers:
         file = self._files[name]
         if self.disk is None or not self._may_spill(name):
             return
-        async with file.changing:
+        async with self._changing(name, file):
             size = file.charged
             try:
                 await self.disk.write(name, file.fd, size)
@@ -351,7 +376,6 @@ class HostBuffers:
                 return
             if self._files.get(name) is not file:  # its process ended meanwhile
                 self.disk.free(name)
-                os.close(file.fd)
                 return
             if file.wanted or not file.held or not self.idle(name):
                 self.disk.free(name)
