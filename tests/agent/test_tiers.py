@@ -13,7 +13,7 @@ from agent.conftest import GROUP, MIB, Node, contexts
 from agent.process_world import lone_member
 
 from coslice.agent.backends.app_channel import AppChannelBackend
-from coslice.agent.backends.base import Restored
+from coslice.agent.backends.base import MoveError, Restored
 from coslice.agent.members import Member, OpenChannel
 from coslice.agent.tiers.disk import BLOCK, SUFFIX, Damaged, DiskTier, NoDisk
 from coslice.agent.tiers.host import HostBuffers, NoHostMemory
@@ -380,6 +380,24 @@ async def test_a_restart_waits_for_the_file_before_it_asks_for_a_restore(tmp_pat
 
 async def restored(buffers: HostBuffers, member: Member) -> Restored:
     return await AppChannelBackend(buffers, move_timeout=30.0).restore([member], op="1")
+
+
+async def test_who_may_be_writing_to_its_buffer_after_all_keeps_its_pages(tmp_path: Path) -> None:
+    """It did not answer in time, and is told to bring back what it wrote when it does."""
+    member = lone_member("a", os.getpid(), backend="")
+    member.device, member.state_bytes, channel = "host", 3 * MIB, OpenChannel()
+    member.attach(channel)
+    buffers = HostBuffers(5 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    buffers.idle = lambda name: False
+    with pytest.raises(MoveError, match="did not answer"):
+        await AppChannelBackend(buffers, move_timeout=0.01).snapshot([member], op="1")
+    file = buffers.descriptor(member.buffer)
+    os.pwrite(file, b"state", 0)
+    with pytest.raises(NoHostMemory):
+        await buffers.reserve("g/b/1", 3 * MIB)
+    assert os.pread(file, 5, 0) == b"state"
+    member.close()
+    buffers.close()
 
 
 async def test_one_job_has_its_share_only() -> None:

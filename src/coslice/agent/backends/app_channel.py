@@ -210,7 +210,7 @@ class AppChannelBackend(Defaults):
             if isinstance(result, BaseException):
                 log.error("job %s: process %d was not rolled back: %s", member.job, member.pid, result)
         for member in members:
-            if not member.sleeps:
+            if not member.sleeps and not member.unsure:  # it may be writing to it, and will read it again
                 self._buffers.release(member.buffer)
 
     async def _verify(
