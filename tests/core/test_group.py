@@ -8,7 +8,7 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.effects import ReasonCode, RefuseCode
 from coslice.core.events import ContextFact, ContextState, NodeFacts
-from coslice.core.group import Empty, Held, Rejected, Resident, Swapping, next_deadline, stalled
+from coslice.core.group import Empty, Held, Rejected, Resident, Swapping, next_deadline, stalled, told_late
 from coslice.core.ids import Epoch, Incarnation, JobId, NodeId, OpId, RequestId, SessionId
 from coslice.core.policy import FewestSwaps
 
@@ -963,6 +963,20 @@ def test_after_a_stall_every_deadline_has_its_full_time() -> None:
     later = stalled(w.group, 500.0)
     assert [s.deadline for s in later.lost] == [510.0]
     assert {v.detached_at for v in later.views if not v.attached} == {500.0}
+
+
+def test_what_was_saved_late_leaves_the_time_to_confirm_it_and_puts_nothing_else_off() -> None:
+    w = world("n0", "n1")
+    hold(w, "a1", "a")
+    w.detach("n1")
+    before = w.group
+    w.ask(w.client("a2", job="a"))
+    wait_behind(w, "b1", "b")
+    late = told_late(before, w.group, 507.0)
+    assert isinstance(late.occupancy, Held)
+    assert [h.confirm_by for h in late.occupancy.holders] == [None, 507.0 + RULES.confirm_timeout]
+    assert late == replace(w.group, occupancy=replace(w.group.occupancy, holders=late.occupancy.holders))
+    assert told_late(w.group, w.group, 507.0) is w.group, "it was told before"
 
 
 def test_fewest_swaps_serves_the_resident_first() -> None:

@@ -517,6 +517,13 @@ class StallingClock:
         return asyncio.get_running_loop().time() + self.ahead
 
 
+SLOW_S = 3.0
+
+
+async def _slow_save(_: Count) -> None:
+    await asyncio.sleep(SLOW_S)
+
+
 def _regrace(state: Count, now: float) -> Count:
     return structs.replace(state, due=None if state.due is None else now + 10)
 
@@ -542,11 +549,15 @@ def test_after_a_stall_the_deadline_gets_its_grace_again(stall: float, fresh: bo
     run_virtual(main())
 
 
+def _given_late(before: Count, state: Count, now: float) -> Count:
+    return state if state.due == before.due else _regrace(state, now)
+
+
 @pytest.mark.parametrize(("took", "fresh"), [(12.0, True), (2.4, False)])
 def test_a_save_that_took_long_takes_nothing_of_the_time_that_it_gave(took: float, fresh: bool) -> None:
     async def main() -> None:
         clock = LoopClock()
-        rig = Rig(clock=clock, on_stall=_regrace, stall_limit=5.0)
+        rig = Rig(clock=clock, on_stall=_regrace, on_late=_given_late, stall_limit=5.0)
         slow = rig.store.gate = asyncio.Event()
         rig.start()
         began = clock.now()
@@ -564,6 +575,21 @@ def test_a_save_that_took_long_takes_nothing_of_the_time_that_it_gave(took: floa
         await rig.stop()
 
     run_virtual(main())
+
+
+@virtual
+async def test_a_store_that_is_slow_for_good_puts_a_deadline_off_once() -> None:
+    clock = LoopClock()
+    rig = Rig(clock=clock, on_stall=_regrace, on_late=_given_late, stall_limit=5.0, save=_slow_save)
+    rig.start()
+    began = clock.now()
+    rig.driver.tell(Add(1, due_in=10, at=began))
+    while clock.now() < began + 60:
+        await rig.driver.post(Add(1))
+    due = [at for at, event, _ in rig.records if isinstance(event, Due)]
+    assert len(due) == 1
+    assert began + SLOW_S + 10 <= due[0] <= began + 2 * SLOW_S + 10
+    await rig.stop()
 
 
 # ── properties ─────────────────────────────────────────────────────────────

@@ -246,6 +246,7 @@ class World:
             save=lambda state: self._save(slot, state),
             perform=self._perform,
             on_stall=core.stalled,
+            on_late=core.told_late,
         )
         self._driver.start_with(core.resume(group))
         self._task = asyncio.create_task(self._driver.run())
@@ -402,6 +403,33 @@ def test_through_restarts_cancels_and_failures(clients: int, nodes: int, script:
         await _settle(world)
         await world.stop()
 
+    run_virtual(main())
+
+
+def test_a_store_that_is_slow_for_good_lets_no_holder_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(world: World, slot: Slot[Group], state: Group) -> None:
+        await asyncio.sleep(3.0)
+        await save(world, slot, state)
+
+    async def main() -> None:
+        world = World(clients=3, nodes=1)
+        await world.start()
+        world.nodes[0].attach()
+        holder, waiter, other = world.clients
+        holder.acquire()
+        await asyncio.sleep(60)
+        assert holder.held is not None
+        waiter.acquire()
+        for _ in range(800):
+            other.acquire()
+            await asyncio.sleep(5)
+            other.cancel()
+        assert holder.held is None
+        assert waiter.held is not None
+        await world.stop()
+
+    save = World._save
+    monkeypatch.setattr(World, "_save", slow)
     run_virtual(main())
 
 

@@ -61,7 +61,7 @@ from coslice.core.ids import GroupId, NodeId
 from coslice.core.outcome import Rejected, Step
 from coslice.core.policy import policy_named
 from coslice.core.policy.base import Ask, Choice, Policy, Reserve, Waiter
-from coslice.core.restart import restarted, resume, stalled
+from coslice.core.restart import restarted, resume, stalled, told_late
 from coslice.core.turn import Turn
 
 __all__ = [
@@ -81,6 +81,7 @@ __all__ = [
     "resume",
     "stalled",
     "step",
+    "told_late",
 ]
 
 

@@ -1,4 +1,5 @@
-"""Coming back: what the orchestrator does with a stored group before the first event, and after a stall.
+"""Coming back: what the orchestrator does with a stored group before the first event, after a stall, and
+after a save that took long.
 
 Deadlines are times on a clock that stood still, or began anew, while nobody looked. So nobody is held to
 them: every grace starts afresh, and every client and agent counts as lost until it is heard of.
@@ -70,6 +71,21 @@ def stalled(group: Group, now: float) -> Group:
         occupancy=held,
         settle_by=None if group.settle_by is None else now + rules.resettle,
     )
+
+
+def told_late(before: Group, group: Group, now: float) -> Group:
+    """After a save that took until ``now``: who was granted by what led from ``before`` to ``group`` heard of
+    it only now, and has the full time to confirm it."""
+    held, was = group.occupancy, before.occupancy
+    if type(held) is not Held:
+        return group
+    known = {h.request: h.confirm_by for h in was.holders} if type(was) is Held else {}
+    by = now + group.rules.confirm_timeout
+    holders = tuple(
+        replace(h, confirm_by=by) if h.confirm_by is not None and h.confirm_by != known.get(h.request) else h
+        for h in held.holders
+    )
+    return group if holders == held.holders else replace(group, occupancy=replace(held, holders=holders))
 
 
 def _restarted(occupancy: Occupancy, now: float) -> Occupancy:

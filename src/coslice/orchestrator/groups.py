@@ -256,6 +256,7 @@ class Groups:
             told_again=_told_again,
             patient=_patient,
             on_stall=core.stalled,
+            on_late=core.told_late,
             stall_limit=max(1.0, self._config.session_grace / 2),
         )
         if saved is not None and not saved.deleted:

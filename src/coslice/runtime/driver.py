@@ -66,8 +66,11 @@ class Driver(Generic[S, E, F]):
     ``record`` hears of every event whose turn was saved, with its step (a refused event: an unchanged state
     and the refusal as its reason). ``changed`` is called at most once a turn, with a state that is durable.
     ``on_stall(state, now)`` is asked for a state with fresh grace when the event loop stood still for
-    longer than ``stall_limit`` seconds while a deadline was running, or a save took so long: what it gave
-    somebody time for became known only after it.
+    longer than ``stall_limit`` seconds while a deadline was running.
+
+    ``on_late(before, state, now)`` is asked for a state in which nobody has less time than he was given, when
+    the save of what led from ``before`` to ``state`` took until ``now``, for longer than half of that: what
+    it gave somebody time for became known only then. What ran before it is to run on.
 
     ``told_again(event)``: would whoever sent it say it again to a restarted machine? A turn of only such
     events without effects is not worth a flush of its own: it is saved with the next turn, at the latest
@@ -92,6 +95,7 @@ class Driver(Generic[S, E, F]):
         record: Callable[[float, E, Step[S, F]], None] | None = None,
         changed: Callable[[S], None] | None = None,
         on_stall: Callable[[S, float], S] | None = None,
+        on_late: Callable[[S, S, float], S] | None = None,
         stall_limit: float = 5.0,
         told_again: Callable[[E], bool] | None = None,
         patient: Callable[[S, E], bool] | None = None,
@@ -101,7 +105,7 @@ class Driver(Generic[S, E, F]):
         self._step, self._next_deadline, self._deadline_passed = step, next_deadline, deadline_passed
         self._clock, self._save, self._perform = clock, save, perform
         self._record, self._changed = record, changed
-        self._on_stall, self._stall_limit = on_stall, stall_limit
+        self._on_stall, self._on_late, self._stall_limit = on_stall, on_late, stall_limit
         self._told_again, self._patient = told_again, patient
         self._unsaved = False
         self._inbox: deque[_Post[E]] = deque()
@@ -113,7 +117,7 @@ class Driver(Generic[S, E, F]):
         self._due = math.inf  # when the wait ends, in the same
         self._timer: asyncio.TimerHandle | None = None  # left as it is where it comes before that
         self._dated: tuple[object, float | None] = (object(), None)  # a state, and its deadline
-        self._slow = False  # the last save was
+        self._late: tuple[S, float] | None = None  # before what was saved late, and when it was
         self._planned: float | None = None  # when the wait should end at the latest, where that matters
         self._deaf = False  # the deadline passed and the machine had nothing to do at it
         self._running = False
@@ -250,8 +254,7 @@ class Driver(Generic[S, E, F]):
 
     def _stalled(self, now: float) -> bool:
         """True after every stall longer than ``stall_limit``, never after one shorter than half of it."""
-        late = self._planned is not None and now - self._planned > self._stall_limit / 2
-        return late or self._slow
+        return self._planned is not None and now - self._planned > self._stall_limit / 2
 
     # ── a turn ─────────────────────────────────────────────────────────────
 
@@ -259,10 +262,12 @@ class Driver(Generic[S, E, F]):
         now = self._clock.now()
         before = state = self._state
         if self._on_stall is not None and self._stalled(now):
-            what = "a save took long" if self._slow else "the event loop stood still"
-            log.warning("%s: %s; deadlines are given fresh grace", self.name, what)
+            log.warning("%s: the event loop stood still; deadlines are given fresh grace", self.name)
             state = self._on_stall(state, now)
-        again, self._planned, self._slow = self._slow, None, False
+        elif self._on_late is not None and self._late is not None:
+            state = self._on_late(self._late[0], state, self._late[1])
+        self._planned = self._late = None
+        given = state
         self._turn = list(self._inbox)
         self._inbox.clear()
         self._hurry, self._patience = False, None
@@ -276,8 +281,10 @@ class Driver(Generic[S, E, F]):
         elif changed or (self._unsaved and not self._turn):
             await self._save(state)  # durable first …
             self._unsaved = False
-            # Not twice in a row: a store that is slow for good must not keep deadlines from passing.
-            self._slow = not again and self._clock.now() - now > self._stall_limit / 2
+            saved = self._clock.now()
+            if saved - now > self._stall_limit / 2:
+                log.warning("%s: a save took %.1f s", self.name, saved - now)
+                self._late = given, saved
         if changed:
             self._state, self._deaf = state, False
         for step in steps:  # … then visible
