@@ -378,6 +378,31 @@ async def test_a_restart_waits_for_the_file_before_it_asks_for_a_restore(tmp_pat
     buffers.close()
 
 
+async def test_a_restart_waits_for_the_file_before_the_rest_of_the_state_leaves(tmp_path: Path) -> None:
+    """A part was spilled by an earlier agent. Read into a file of ours, it would not be where the process has
+    it mapped."""
+    member = lone_member("a", os.getpid(), backend="")
+    member.device, member.state_bytes, member.away, channel = "host", 2 * MIB, MIB, OpenChannel()
+    earlier = HostBuffers(MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    content = await filled(earlier, member.buffer, MIB)
+    file = os.dup(earlier.descriptor(member.buffer))
+    await filled(earlier, "g/b/1", MIB)
+    earlier.close()
+    buffers = HostBuffers(8 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    member.attach(channel)
+    leaving = asyncio.ensure_future(AppChannelBackend(buffers, move_timeout=30.0).snapshot([member], op="1"))
+    await asyncio.sleep(0)  # a turn of the loop, in which it would be read
+    buffers.adopt(member.buffer, file, held=True)
+    command = await channel.next()
+    assert command is not None
+    assert command.HasField("move_out")
+    assert os.pread(file, MIB, 0) == content
+    leaving.cancel()
+    await asyncio.wait((leaving,))
+    member.close()
+    buffers.close()
+
+
 async def restored(buffers: HostBuffers, member: Member) -> Restored:
     return await AppChannelBackend(buffers, move_timeout=30.0).restore([member], op="1")
 

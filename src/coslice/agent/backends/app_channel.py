@@ -151,6 +151,7 @@ class AppChannelBackend(Defaults):
         for member, order in zip(members, orders, strict=True):
             if order.mode == "discard":
                 continue
+            await self._handed_back(member)  # a part of its state may be on disk
             asked = member.away + (order.at_least_bytes or member.state_bytes)
             wanted[member.buffer] = min(member.kept, asked)
             if asked > member.kept or (
@@ -179,15 +180,7 @@ class AppChannelBackend(Defaults):
         return await member.move(move.op, pb.WorkloadCommand(move_out=move), timeout=self._timeout)
 
     async def _move_in(self, member: Member, op: str) -> pb.Moved:
-        try:
-            async with asyncio.timeout(self._timeout):
-                await self._buffers.handed_back(member.buffer)
-        except TimeoutError:
-            raise MoveError(
-                f"process {member.pid} did not come back with its host buffer within {self._timeout:g} s of "
-                "the agent's restart: look at the process",
-                pid=member.pid,
-            ) from None
+        await self._handed_back(member)
         try:
             await self._buffers.fetch(member.buffer)  # from disk, if it is there
         except Damaged as error:
@@ -199,6 +192,17 @@ class AppChannelBackend(Defaults):
         member.unsure = False
         self._buffers.release(member.buffer)
         return answer
+
+    async def _handed_back(self, member: Member) -> None:
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._buffers.handed_back(member.buffer)
+        except TimeoutError:
+            raise MoveError(
+                f"process {member.pid} did not come back with its host buffer within {self._timeout:g} s of "
+                "the agent's restart: look at the process",
+                pid=member.pid,
+            ) from None
 
     async def _roll_back(self, members: Sequence[Member], op: str) -> None:
         """Bring back what left. One that never answered may move yet: its late answer is told to go back."""
