@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from agent.process_world import lone_member
 from coslice.agent.backends.app_channel import AppChannelBackend
 from coslice.agent.backends.base import MoveError, Restored
 from coslice.agent.members import Member, OpenChannel
+from coslice.agent.tiers import disk as disk_module
 from coslice.agent.tiers.disk import BLOCK, SUFFIX, Damaged, DiskTier, NoDisk
 from coslice.agent.tiers.host import HostBuffers, NoHostMemory
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -102,6 +104,33 @@ async def test_another_ones_file_is_not_taken_for_ours(tmp_path: Path, memory: i
     os.replace(first, second)
     with pytest.raises(Damaged, match="'g/a/1'"):
         await tier.read("g/b/1", memory)
+
+
+async def test_a_write_that_is_called_off_leaves_nothing(
+    tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread goes on, and what it writes is not for the next agent to find."""
+    begun, go_on, over, write = threading.Event(), threading.Event(), threading.Event(), disk_module._write
+
+    def slow(*args: Any) -> None:
+        begun.set()
+        go_on.wait()
+        try:
+            write(*args)
+        finally:
+            over.set()
+
+    monkeypatch.setattr(disk_module, "_write", slow)
+    tier = DiskTier(tmp_path, 10 * MIB)
+    writing = asyncio.ensure_future(tier.write("g/a/1", memory, SIZE))
+    await asyncio.to_thread(begun.wait)
+    writing.cancel()
+    await asyncio.sleep(0)  # a turn of the loop, in which it is told
+    go_on.set()
+    await asyncio.wait((writing,))
+    await asyncio.to_thread(over.wait)
+    assert writing.cancelled()
+    assert (tier.used, files(tmp_path)) == (0, [])
 
 
 async def test_a_full_tier_or_disk_refuses_and_leaves_nothing(

@@ -78,7 +78,7 @@ class DiskTier:
         self._left -= {path, path.with_suffix(UNFINISHED)}  # written anew from here on
         self._sizes[name] = size
         try:
-            await asyncio.to_thread(_write, path, name, fd, size)
+            await to_its_end(_write, path, name, fd, size)
         except OSError as error:
             self.free(name)
             raise NoDisk(f"saved state could not be written to {self.folder}: {error.strerror}") from None
@@ -90,7 +90,7 @@ class DiskTier:
         """Copy it back into the memory file, which is long enough; returns its bytes. Raises ``Damaged``."""
         size = self._sizes[name]
         try:
-            await asyncio.to_thread(_read, self._path(name), name, fd, size)
+            await to_its_end(_read, self._path(name), name, fd, size)
         except OSError as error:
             raise Damaged(f"saved state in {self._path(name)} cannot be read: {error.strerror}") from None
         return size
@@ -126,6 +126,16 @@ class DiskTier:
             path.unlink()
             return
         self._sizes[name] = size
+
+
+async def to_its_end(function: Callable[..., None], *args: object) -> None:
+    """In a thread. Also whoever is cancelled waits for it: meanwhile the file is not what its record says."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait((work,))
+        raise
 
 
 def _write(path: Path, name: str, memory: int, size: int) -> None:

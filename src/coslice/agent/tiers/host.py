@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from coslice.agent.tiers.disk import DiskTier, NoDisk, punch
+from coslice.agent.tiers.disk import DiskTier, NoDisk, punch, to_its_end
 from coslice.agent.tiers.shared import SharedFiles, check_sealed
 from coslice.sizes import format_size
 
@@ -190,7 +190,7 @@ class HostBuffers:
         try:
             await self._make_room(name)
             # Touching gigabytes takes seconds: not on the loop.
-            await _to_its_end(os.posix_fallocate, file.fd, 0, size)
+            await to_its_end(os.posix_fallocate, file.fd, 0, size)
         except OSError as error:
             file.charged, file.held = old, held
             raise NoHostMemory(
@@ -383,7 +383,7 @@ class HostBuffers:
             # From here on it is on disk, and who needs it fetches it. The file is cut short, not only
             # emptied: a process that reads it all the same gets an error and not zeros.
             file.charged, file.generation = 0, file.generation + 1
-            await asyncio.to_thread(os.ftruncate, file.fd, 0)
+            await to_its_end(os.ftruncate, file.fd, 0)
             log.info("host memory is short: %s of %s went to disk", format_size(size), name)
 
     @staticmethod
@@ -391,16 +391,6 @@ class HostBuffers:
         punch(file.fd, file.charged)
         file.charged = 0
         file.generation += 1
-
-
-async def _to_its_end(function: Callable[..., None], *args: object) -> None:
-    """In a thread. Also whoever is cancelled waits for it: meanwhile the file is not what its record says."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait((work,))
-        raise
 
 
 def _job(name: str) -> str:
