@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from orchestrator.raw_client import RawClient
 from orchestrator.world import World
 
@@ -45,6 +46,21 @@ async def test_the_first_is_kept_while_the_second_is_waited_for(world: World) ->
     assert not a.answered(wants)
     await b.yielded(held)
     assert len((await a.granted(wants)).leases) == 2
+
+
+async def test_a_request_for_a_busy_group_holds_up_nothing_that_its_session_says_after_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coslice.runtime.driver.PATIENCE_S", 1000.0)
+    await world.start(groups=TWO)
+    await world.agent(groups=NAMES)
+    a, b = await world.client("job-a"), await world.client("job-b")
+    trains = await a.acquire("trainers")
+    await b.acquire("samplers")
+    await b.abandon(b.next_id())  # the group hears the confirmation with that
+    await b.refused(await b.ask("nowhere"))
+    await a.ask("samplers")
+    await a.yielded(trains)
 
 
 async def test_opposite_orders_do_not_deadlock(world: World) -> None:

@@ -106,6 +106,10 @@ class GroupLock:
     def state(self) -> Group:
         return self._driver.state
 
+    def patient(self, event: ev.GroupEvent) -> bool:
+        """May it wait for the next event? Then whoever posts it does not wait for it."""
+        return _patient(self.state, event)
+
     @property
     def policy(self) -> str:
         """In force now: what an operator set, or else what is configured."""

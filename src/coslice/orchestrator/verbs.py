@@ -74,8 +74,9 @@ class Verbs:
     # ── acquire ────────────────────────────────────────────────────────────
 
     def acquire(self, session: Session, message: pb.Acquire) -> "asyncio.Future[None] | None":
-        """Ask for it; grant and refusal go to the session. Returns what the group's driver answers when it
-        has taken the request; None if it was not asked. Raises ``ValueError`` for what is malformed."""
+        """Ask for it; grant and refusal go to the session. Returns what the session's next message waits for:
+        the answer of the group's driver when it has taken the request. None if it was not asked, or takes it
+        in its own time. Raises ``ValueError`` for what is malformed."""
         request = convert.scoped(session.who.session, message.request)
         locks = self._known(session, message.request, message.groups)
         if not locks or self._out_of_order(session, request, locks):
@@ -90,12 +91,15 @@ class Verbs:
             self._acquire_several(session, asked, message)
             return None
         event = convert.acquire_event(session.who, message, at=self._clock.now(), more=False)
-        return self._ask(session, locks[0], event, message.traceparent)
+        patient = locks[0].patient(event)
+        posted = self._ask(session, locks[0], event, message.traceparent)
+        return None if patient else posted
 
     def acquire_one(
         self, session: Session, lock: GroupLock, event: ev.AcquireRequested, parent: str
     ) -> "asyncio.Future[None] | None":
-        """As ``acquire``, of one group by a session that asks for no other: there is no order to keep."""
+        """As ``acquire``, of one group by a session that asks for no other: there is no order to keep, and
+        whoever speaks for it hears of the driver's end by what is returned."""
         if self._asked(session, event.request, (lock,)) is None:
             return None
         session.locks[lock.id] = lock
