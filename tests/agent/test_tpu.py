@@ -134,6 +134,25 @@ async def test_a_slice_leaves_and_comes_back_in_one_call_each(world: TpuWorld) -
     assert world.calls() == [f"checkpoint {ids(job)}", f"restore {ids(job)}"]
 
 
+@pytest.mark.parametrize("content", [None, "no program"])
+async def test_a_tool_that_cannot_be_started_costs_nobody_its_state(
+    world: TpuWorld, tmp_path: Path, content: str | None
+) -> None:
+    """It is being replaced while the job is parked: the restore is asked for again."""
+    job, tool = await world.job("a", 0), tmp_path / "tool"
+    await world.backend.snapshot(job, op="1")
+    if content is not None:
+        tool.write_text(content)
+        tool.chmod(0o700)
+    await world.start(program=str(tool))
+    with pytest.raises(MoveError, match=r"is not found|cannot be started") as caught:
+        await world.backend.restore(job, op="2")
+    assert not caught.value.lost
+    await world.start()
+    await world.backend.restore(job, op="3")
+    assert world.where(job) == ["attached"]
+
+
 async def test_two_jobs_take_turns_on_the_same_chips(world: TpuWorld) -> None:
     a = await world.job("a", 0)
     await world.backend.snapshot(a, op="1")

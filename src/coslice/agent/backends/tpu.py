@@ -235,7 +235,8 @@ class TpuBackend(ProcessBackend):
         try:
             ended = await self._run(entry, "restore", pids, self.settings.restore_seconds)
         except MoveError as error:
-            await self._ledger.step(entry, "parked", fault=str(error))
+            # What could not be started has done nothing: that may be asked for again.
+            await self._ledger.step(entry, "parked", fault=str(error) if error.lost else "")
             raise
         left = [pid for pid in pids if not _groups(pid, self.settings.devices)]
         if ended.code or left:
@@ -277,6 +278,8 @@ class TpuBackend(ProcessBackend):
                 lost=action == "restore",
                 pid=pids[0],
             ) from None
+        except OSError as error:  # it is being replaced by another version, perhaps
+            raise MoveError(f"{program} cannot be started: {error.strerror}") from None
         finally:
             os.close(guard)  # the tool has it too
 
