@@ -6,11 +6,14 @@ import io
 import weakref
 from pathlib import Path
 
+import pytest
+from orchestrator.hours import Hand
 from orchestrator.world import World
 from rich.console import Console
 
 from coslice.cli.show import _page
 from coslice.runtime.journal import read_journal
+from coslice.store.memory import MemoryStore
 from coslice.testing.fake_agent import gated
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -33,6 +36,25 @@ async def test_an_abandoned_waiter_leaves_nothing(world: World) -> None:
     await c.yielded(await c.granted(wants_c))
     assert not b.answered(wants_b)
     await a.until("pool", _idle)
+
+
+async def test_a_grant_that_was_saved_late_can_be_confirmed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, save = Hand(), MemoryStore.save
+
+    async def slow(self: MemoryStore, key: str, value: bytes, *, expect: int) -> int:
+        monkeypatch.setattr(MemoryStore, "save", save)
+        clock.at += 60.0
+        return await save(self, key, value, expect=expect)
+
+    await world.start(clock=clock)
+    await world.agent()
+    a = await world.client("job-a")
+    await a.until("pool", lambda group: bool(group.nodes))
+    monkeypatch.setattr(MemoryStore, "save", slow)
+    await a.yielded(await a.acquire("pool"))
+    assert clock.at == 60.0
 
 
 async def test_a_swap_whose_caller_left_ends_with_a_free_lock(world: World) -> None:

@@ -7,6 +7,7 @@ from orchestrator.raw_client import RawClient
 
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig
+from coslice.runtime.clock import Clock
 from coslice.testing.fake_agent import FakeAgent
 
 
@@ -17,11 +18,11 @@ class World:
         self._stack = stack
         self.app: OrchestratorApp
 
-    async def start(self, **config: Any) -> OrchestratorApp:
+    async def start(self, *, clock: Clock | None = None, **config: Any) -> OrchestratorApp:
         config.setdefault("listen", "127.0.0.1:0")
         config.setdefault("stop_grace", 0.2)
         config.setdefault("groups", (GroupConfig(id="pool"),))
-        self.app = OrchestratorApp(OrchestratorConfig(**config))
+        self.app = OrchestratorApp(OrchestratorConfig(**config), clock=clock)
         await self.app.start()
         self._stack.push_async_callback(self.app.stop)
         return self.app
