@@ -144,6 +144,19 @@ async def test_a_restore_that_began_nothing_may_be_asked_for_again(world: CudaWo
     assert await job.intact()
 
 
+async def test_nor_is_a_way_back_that_began_nothing_a_loss(world: CudaWorld) -> None:
+    """One process does not leave, and the other, that had left, cannot go back yet."""
+    job = await world.job(ranks=2)
+    world.node.fault("checkpoint", job.pids[1], "error", 801)
+    world.node.fault("restore", job.pids[0], "error", 801)
+    with pytest.raises(MoveError):
+        await world.backend.snapshot(job.members, op="1")
+    assert world.state(job.pids[0]) == "checkpointed"
+    world.node.heal()
+    await world.backend.restore(job.members, op="2")
+    assert await job.intact()
+
+
 async def test_a_process_that_the_driver_gave_up_is_lost(world: CudaWorld) -> None:
     job = await world.job()
     await world.backend.snapshot(job.members, op="1")

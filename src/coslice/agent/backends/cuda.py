@@ -258,7 +258,8 @@ class CudaBackend(ProcessBackend):
         if failures:
             why = "; ".join(failure.text for failure in failures)
             log.error("job %s was not brought back: %s", entry.job, why)
-            await self._ledger.step(entry, "parked", fault=why)
+            lost = any(failure.final for failure in failures)
+            await self._ledger.step(entry, "parked", fault=why if lost else "")
         return {failure.pid for failure in failures}
 
     # ── host → device ──────────────────────────────────────────────────────
