@@ -34,6 +34,7 @@ from coslice.agent.backends.cuda_settings import Settings, check_bindings, read_
 from coslice.agent.backends.cuda_targets import find_targets
 from coslice.agent.backends.process_backend import ProcessBackend
 from coslice.agent.backends.process_ledger import Entry, Key, Target
+from coslice.agent.discovery import procfs
 from coslice.agent.discovery.survey import Survey
 from coslice.agent.members import Member
 from coslice.errors import ConfigError
@@ -175,7 +176,10 @@ class CudaBackend(ProcessBackend):
         return Snapshotted(bytes=entry.bytes, residual=0, seconds=time.monotonic() - began)
 
     async def _none_hidden(self, survey: Survey) -> None:
-        """Nothing of the job was found. Is that so? A process that ended is still listed for a moment."""
+        """Nothing of the job was found. Is that so? A process that ended is still listed for a moment, or for
+        good: where every process can be seen, one that cannot is none."""
+        if procfs.sees_every_process():
+            return
         deadline = time.monotonic() + self.settings.settle
         while why := checks.hidden(survey):
             if time.monotonic() >= deadline:

@@ -101,6 +101,14 @@ def has_mapped(pid: int, path: str, *, proc: Path = PROC) -> bool:
         return False
 
 
+def sees_every_process(*, proc: Path = PROC) -> bool:
+    """Is this the machine's own pid namespace? The kernel fixes its number (``PROC_PID_INIT_INO``)."""
+    try:
+        return (proc / "self" / "ns" / "pid").stat().st_ino == 0xEFFFFFFC
+    except OSError:
+        return False
+
+
 def available_memory(*, proc: Path = PROC) -> int:
     """Bytes that can be had without swapping (``MemAvailable``)."""
     for line in (proc / "meminfo").read_text().splitlines():
