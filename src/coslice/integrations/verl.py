@@ -12,7 +12,6 @@ arranges for the trainers to be replaced, under their own names, once verl impor
 Without an orchestrator nothing is replaced, and verl is not imported here.
 """
 
-import asyncio
 import functools
 import importlib.abc
 import importlib.machinery
@@ -25,7 +24,7 @@ from typing import Any, TypeVar
 
 from coslice.client.phases import BOTH, TRAINER, PhaseCallback, upstream_env
 from coslice.errors import ConfigError
-from coslice.integrations.wrapping import Enabled, Phases, phases_of
+from coslice.integrations.wrapping import Enabled, Phases, in_thread, phases_of
 
 T = TypeVar("T")
 V1, LEGACY = "verl.trainer.ppo.v1", "verl.trainer.ppo.ray_trainer"
@@ -205,11 +204,13 @@ def _fully_async(module: ModuleType) -> None:
         if using.get("use_trainer_do_validate") or using.get("use_dynamic_resource_scheduling"):
             _refuse(callback, "rollouts use them too: neither use_trainer_do_validate nor dynamic scheduling")
         share(self, callback=callback)
-        await asyncio.to_thread(callback.on_phase_begin, "init", TRAINER)
+        begin = functools.partial(callback.on_phase_begin, "init", TRAINER)
+        end = functools.partial(callback.on_phase_end, "init", TRAINER)
+        await in_thread(begin, undo=end)
         try:
             return await init_workers(self, *args, **kwargs)
         finally:
-            callback.on_phase_end("init", TRAINER)
+            end()
 
     trainer.init_workers = sharing
 

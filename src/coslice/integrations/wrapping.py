@@ -105,14 +105,14 @@ def _wrap(
 
         @functools.wraps(method)
         async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            await _in_thread(before, undo=after if always else _nothing)
+            await in_thread(before, undo=after if always else _nothing)
             try:
                 result = await method(*args, **kwargs)
             except BaseException:
                 if always:
-                    await _in_thread(after)
+                    await in_thread(after)
                 raise
-            await _in_thread(after)
+            await in_thread(after)
             return result
 
         wrapped = coroutine
@@ -134,7 +134,7 @@ def _wrap(
     setattr(owner, name, wrapped)
 
 
-async def _in_thread(call: Callable[[], None], *, undo: Callable[[], None] | None = None) -> None:
+async def in_thread(call: Callable[[], None], *, undo: Callable[[], None] | None = None) -> None:
     """The event loop goes on meanwhile. Cancelled: what the thread got in the end is undone there."""
     if call is _nothing:
         return
