@@ -69,7 +69,7 @@ build/frameworks/.installed: tests/integrations/frameworks.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade --target build/frameworks -r $<
 	@touch $@
 
-test-frameworks: $(VENV)/.installed build/frameworks/.installed  ## verl's own loops, without accelerators; the methods that adapters wrap elsewhere
+test-frameworks: $(VENV)/.installed build/frameworks/.installed  ## the own loops of verl and SkyRL, without accelerators; the methods that adapters wrap elsewhere
 	PYTHONPATH="$(CURDIR)/build/frameworks" $(BIN)/pytest -m frameworks tests/integrations
 
 check: $(VENV)/.installed         ## ruff, mypy strict, import contracts

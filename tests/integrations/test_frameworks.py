@@ -5,6 +5,10 @@ for ``test_real_frameworks.py``, which needs the packages.
 """
 
 import asyncio
+import functools
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,6 +215,16 @@ def test_openrlhf_holds_both_until_the_driver_starts_training() -> None:
 # ── SkyRL ──────────────────────────────────────────────────────────────────
 
 
+def decorated(method: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``torch.no_grad`` does: it hides that the method is a coroutine."""
+
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        return method(*args)
+
+    return call
+
+
 class SkyTrainer:
     colocate_all = False
 
@@ -223,6 +237,7 @@ class SkyTrainer:
         self.dispatch = Worker(self.told, coroutines=("save_weights_for_sampler",))
 
     async def train(self) -> None:
+        self.init_weight_sync_state()
         self.load_checkpoints()
         await self.dispatch.save_weights_for_sampler()
         await self.eval()
@@ -235,6 +250,11 @@ class SkyTrainer:
             self.train_critic_and_policy({})
             self.update_ref_with_policy()
             await self.dispatch.save_weights_for_sampler()
+        if self.colocate_all:
+            await self.inference_engine_client.sleep()
+
+    def init_weight_sync_state(self) -> None:
+        self.told.works("connect")
 
     def load_checkpoints(self) -> None:
         self.told.works("load")
@@ -242,9 +262,11 @@ class SkyTrainer:
     def update_ref_with_policy(self) -> None:
         self.told.works("reference")
 
+    @decorated
     async def eval(self) -> None:
         self.told.works("eval")
 
+    @decorated
     async def generate(self, given: object) -> None:
         self.told.works("generate")
 
@@ -255,11 +277,26 @@ class SkyTrainer:
         self.told.works("update")
 
 
+class SkyExperiment:
+    def __init__(self, told: Told) -> None:
+        self.told = told
+
+    def get_trainer(self) -> SkyTrainer:
+        return SkyTrainer(self.told)
+
+    def _setup_trainer(self) -> SkyTrainer:
+        self.told.works("engine")
+        trainer = self.get_trainer()
+        trainer.build_models(None, None, None)
+        return trainer
+
+    def run(self) -> None:
+        asyncio.run(self._setup_trainer().train())
+
+
 def test_skyrl() -> None:
     with told() as (callback, _):
-        trainer = skyrl.share(SkyTrainer(callback), callback=callback)
-        trainer.build_models(None, None, None)
-        asyncio.run(trainer.train())
+        skyrl.share(SkyExperiment(callback), callback=callback).run()
         step = [
             "generate:S",
             "rewards:",
@@ -268,7 +305,7 @@ def test_skyrl() -> None:
             "reference:T",
             "save_weights_for_sampler:TS",
         ]
-        begin = ["build:TS", "load:T", "save_weights_for_sampler:TS", "eval:S"]
+        begin = ["engine:TS", "build:TS", "connect:TS", "load:T", "save_weights_for_sampler:TS", "eval:S"]
         assert callback.trace == [*begin, *step, *step]
 
 
@@ -281,6 +318,18 @@ def test_skyrl_colocated_holds_until_the_engine_sleeps() -> None:
         trainer.build_models(None, None, None)
         asyncio.run(trainer.train())
         assert {"generate:TS", "eval:TS", "sleep:TS", "rewards:"} <= set(callback.trace)
+        assert "sleep:" not in callback.trace  # also not when all is done
+
+
+def test_skyrl_workers_get_the_engines_client_without_phases() -> None:
+    with told() as (callback, _):
+        trainer = SkyTrainer(callback)
+        trainer.colocate_all, client = True, SimpleNamespace(url="here")
+        trainer.inference_engine_client = client
+        engine = skyrl.share(trainer, callback=callback).inference_engine_client
+        assert engine is not client
+        assert engine.url == "here"
+        assert pickle.loads(pickle.dumps(engine)) == client
 
 
 def test_skyrl_fully_async_shares_the_trainers_only() -> None:

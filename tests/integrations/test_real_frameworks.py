@@ -1,7 +1,8 @@
 """Do the frameworks still have the methods that the adapters wrap? Read from their packages' source.
 
-Reads and does not import: OpenRLHF and SkyRL need flash-attn, vLLM or a newer Python for that; verl's loops
-run in ``test_real_verl.py``. Says nothing about a run. ``make test-frameworks`` fetches the packages.
+Reads and does not import: OpenRLHF needs flash-attn or vLLM for that; the loops of verl and SkyRL run in
+``test_real_verl.py`` and ``test_real_skyrl.py``. Says nothing about a run. ``make test-frameworks`` fetches
+the packages.
 """
 
 import ast
@@ -30,11 +31,6 @@ EXPECTED = [
     ("openrlhf/trainer/ppo_trainer_async.py", "GenerateSamplesActor", "fit"),
     ("openrlhf/trainer/ppo_utils/samples_generator.py", "SamplesGenerator",
      "generate_samples generate_eval_samples"),
-    ("skyrl/train/trainer.py", "RayPPOTrainer",
-     "build_models train eval generate fwd_logprobs_values_reward save_checkpoints save_models "
-     "load_checkpoints update_ref_with_policy"),
-    ("skyrl/train/fully_async_trainer.py", "FullyAsyncRayPPOTrainer", "train _collect_generation_mini_batch"),
-    ("skyrl/backends/skyrl_train/workers/worker_dispatch.py", "WorkerDispatch", "save_weights_for_sampler"),
 ]  # fmt: skip
 
 
