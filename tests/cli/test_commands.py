@@ -117,6 +117,34 @@ def test_a_job_runs_on_the_accelerators_cores_and_the_status_is_its_own(up: Star
     assert failed.returncode == 7
 
 
+FORKED = """
+import os, sys, time
+def connect():
+    global channel
+    import grpc
+    channel = grpc.insecure_channel(sys.argv[sys.argv.index("-o") + 1])  # as one that is not quite closed yet
+    grpc.channel_ready_future(channel).result(30)
+def look():
+    until = time.monotonic() + 0.3  # they come a moment after the fork
+    while (count := len(os.listdir("/proc/self/task"))) == 1 and time.monotonic() < until:
+        pass
+    print(count, "thread", flush=True)
+os.register_at_fork(before=connect, after_in_child=look)
+from coslice.cli.main import main
+main()
+"""
+
+
+def test_the_child_that_becomes_the_command_has_no_threads_of_grpc(up: Start) -> None:
+    """They would find their files closed before the command is there, and end it: status 134, no word."""
+    server = up("--memory", "256MiB")
+    seen = "import os; print(os.environ.get('GRPC_ENABLE_FORK_SUPPORT'))"
+    arguments = run_arguments(server, "a", sys.executable, "-c", seen)
+    command = [sys.executable, "-c", FORKED, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["1 thread", "None", ""]), done.stderr
+
+
 def test_memory_for_one_job_and_the_disk_behind_it_are_options(up: Start, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir(mode=0o755)

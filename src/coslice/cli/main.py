@@ -121,9 +121,14 @@ def run(
     ] = DEFAULT_AGENT,
 ) -> None:
     """Run a training command as a job: [b]coslice run --job a -- python train.py[/b]"""
+    outside = dict(os.environ)
+    # Read when gRPC is loaded. Its handlers would start its threads anew in the child that is to become the
+    # command, whose files are closed before: the threads then end it by SIGABRT.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     from coslice.cli.run import RunOptions, backend_of, run_job
 
     options = RunOptions(
+        environment=outside,
         job=job,
         group=group,
         need=need,

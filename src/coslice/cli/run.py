@@ -29,6 +29,8 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RunOptions:
+    environment: Mapping[str, str]
+    """Outside; the command's has the job's names beside."""
     job: str
     group: str | None
     need: str | None
@@ -66,7 +68,7 @@ def run_job(options: RunOptions) -> int:
         )
     _refuse_if_too_big(need, groups, node)
     environment = job_environment(
-        os.environ,
+        options.environment,
         job=job,
         groups=groups,
         need=need,
