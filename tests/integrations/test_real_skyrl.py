@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from integrations.frameworks import SAMPLER, TRAINER
+from integrations.held_calls import HeldCalls
 
 from coslice.integrations.skyrl import share
 from coslice.testing.recording import RecordingOrchestrator
@@ -26,18 +27,7 @@ FULLY = [
 BOTH = (TRAINER, SAMPLER)
 
 
-class Run:
-    """What workers and engine were asked, and which groups the job held meanwhile: T, S, or both."""
-
-    def __init__(self, recording: RecordingOrchestrator) -> None:
-        self.recording, self.calls, self.fails = recording, list[str](), ""
-
-    def works(self, what: str) -> None:
-        held = self.recording.held
-        self.calls.append(f"{what}:{'T' * (TRAINER in held)}{'S' * (SAMPLER in held)}")
-        if what == self.fails:
-            raise RuntimeError("out of memory")
-
+class Run(HeldCalls):
     @property
     def trace(self) -> list[str]:
         """Without the housekeeping of workers, and with repeated calls once."""
@@ -46,10 +36,6 @@ class Run:
         told = {*NAMES.values(), "engine", "sleep", "wake", "pause", "resume", "eval", "generate"}
         kept = [call for call in self.calls if call.split(":")[0] in told]
         return [call for call, before in zip(kept, ["", *kept], strict=False) if call != before]
-
-    @property
-    def acquired(self) -> list[tuple[str, tuple[str, ...]]]:
-        return [(phase, groups) for kind, phase, groups in self.recording.turns() if kind == "acquire"]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from msgspec import Struct, structs
 from coslice.core.effects import Reason, ReasonCode
 from coslice.core.outcome import Rejected, Step
 from coslice.runtime.clock import LoopClock
-from coslice.runtime.driver import PATIENCE_S, Driver, Stopped
+from coslice.runtime.driver import PATIENCE_S, UNSAVED_S, Driver, Stopped
 from coslice.store.base import Conflict, Store
 from coslice.store.codec import Codec
 from coslice.store.memory import MemoryStore
@@ -182,6 +182,16 @@ async def test_what_is_told_again_is_saved_soon_although_nothing_follows() -> No
     await rig.driver.post(Hear(1))
     await asyncio.sleep(1.0)
     assert rig.log == [("changed", 1), "saving", "saved"]
+    await rig.stop()
+
+
+@virtual
+async def test_what_is_told_again_and_again_is_saved_in_time_too() -> None:
+    rig = Rig(told_again=lambda event: isinstance(event, Hear)).start()
+    for _ in range(5):
+        await rig.driver.post(Hear(1))
+        await asyncio.sleep(0.75 * UNSAVED_S)
+    assert rig.store.saves == 2, "the first two, then the next two; the fifth is still in time"
     await rig.stop()
 
 

@@ -39,7 +39,7 @@ def same_word(before: Holdings, after: Holdings) -> bool:
             if one is other:
                 if type(one.place) is Live and _said(before, one) != _said(after, other):
                     return False
-            elif _moved(one.place, other.place) or not _same_fact(before, one, after, other):
+            elif _moved(one.place, other.place) or _fact(before, one) != _fact(after, other):
                 return False
         if (_used(before), saved_bytes(before)) != (_used(after), saved_bytes(after)):
             return False
@@ -55,10 +55,6 @@ def _moved(before: Place, after: Place) -> bool:
     """Is it plain that another state is said of them? Most steps of a swap change one."""
     was, now = type(before), type(after)
     return was is not now and (was in _PLAIN or now in _PLAIN)
-
-
-def _same_fact(before: Holdings, one: Context, after: Holdings, other: Context) -> bool:
-    return _fact(before, one) == _fact(after, other)
 
 
 def facts(holdings: Holdings) -> NodeFacts:

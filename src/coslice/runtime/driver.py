@@ -107,7 +107,7 @@ class Driver(Generic[S, E, F]):
         self._record, self._changed = record, changed
         self._on_stall, self._on_late, self._stall_limit = on_stall, on_late, stall_limit
         self._told_again, self._patient = told_again, patient
-        self._unsaved = False
+        self._unsaved_by = math.inf  # when what is unsaved must be, on the loop's clock
         self._inbox: deque[_Post[E]] = deque()
         self._turn: list[_Post[E]] = []
         self._first: tuple[F, ...] = ()
@@ -221,8 +221,7 @@ class Driver(Generic[S, E, F]):
             if self._on_stall is not None:
                 # A stall gives no notification of its own: it is seen by a timer that comes late.
                 delay = min(delay, self._stall_limit / 2)
-        if self._unsaved:
-            delay = min(delay, UNSAVED_S)
+        delay = min(delay, max(0.0, self._unsaved_by - loop.time()))
         if deadline is not None:
             self._planned = now + delay
         end = loop.time() + delay
@@ -276,11 +275,13 @@ class Driver(Generic[S, E, F]):
             state = self._advance(state, post, steps)
         state = self._pass_deadline(state, now, steps)
         changed = state is not before and state != before
-        if changed and self._can_wait(steps):
-            self._unsaved = True
-        elif changed or (self._unsaved and not self._turn):
+        moment = asyncio.get_running_loop().time()
+        overdue = moment >= self._unsaved_by
+        if changed and not overdue and self._can_wait(steps):
+            self._unsaved_by = min(self._unsaved_by, moment + UNSAVED_S)
+        elif changed or overdue:
             await self._save(state)  # durable first …
-            self._unsaved = False
+            self._unsaved_by = math.inf
             saved = self._clock.now()
             if saved - now > self._stall_limit / 2:
                 log.warning("%s: a save took %.1f s", self.name, saved - now)
