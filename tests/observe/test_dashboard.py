@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from agent.conftest import MIB
 from observe.conftest import GROUP, Machine
 from orchestrator.raw_client import RawClient
 from orchestrator.test_roster import ME, Known
 
 from coslice.cli.security import make_token
+from coslice.errors import ConfigError
 from coslice.observe.board import Board
 from coslice.observe.http import HttpServer
 from coslice.orchestrator.app import OrchestratorApp
@@ -249,6 +251,34 @@ async def test_who_leads_and_who_stands_by_is_told_as_it_changes(machine: Machin
         live.lead(None)
         await viewer.until(lambda: viewer.orchestrator == "")
         assert viewer.seats == [("b:1", True, 0)]
+
+
+async def test_who_cannot_be_asked_who_stands_by_is_logged_once_and_asked_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await machine.start(budget=12 * MIB)
+    live = live_of(machine)
+    assert live.source is not None
+    known = Known(ME, Seat("a:1", id="a"))
+    live.source._roster = Roster(known, ME, Tenure(3), LoopClock())
+    answers, refused = known.candidates, asyncio.Event()
+
+    async def refuses() -> list[Seat]:
+        known.asked += 1
+        if known.asked == 3:
+            refused.set()
+        raise ConfigError("no password")
+
+    known.candidates = refuses  # type: ignore[method-assign]
+    monkeypatch.setattr("coslice.orchestrator.live.REFRESH_S", 0.01)
+    async with viewing(machine.http.url) as viewer, asyncio.timeout(BOUND):
+        await refused.wait()
+        told = [record for record in caplog.records if record.name == "coslice.orchestrator.live"]
+        assert [record.getMessage() for record in told] == [
+            "the dashboard cannot tell who stands by (it asks again): ConfigError: no password"
+        ]
+        known.candidates = answers  # type: ignore[method-assign]
+        await viewer.until(lambda: viewer.seats == [("me:1", True, 3), ("a:1", False, 0)])
 
 
 async def test_a_drained_node_is_in_the_rows_and_is_no_trouble(machine: Machine) -> None:

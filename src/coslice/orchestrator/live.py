@@ -8,6 +8,7 @@ nothing is heard and nothing is kept. Decides nothing.
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from coslice.orchestrator.admission import Admissions
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.roster import Roster
 from coslice.runtime.clock import Clock
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.02
 """Between two messages, at least: what changes meanwhile goes into the same one."""
@@ -159,6 +162,8 @@ class Live:
         self._seats: list[SeatRow] = []
         """As they were told last."""
         self._asking: asyncio.Task[None] | None = None
+        self._unanswered = ""
+        """Why the last asking failed, which is logged once; empty: it did not."""
         self._source: Term | None = None
         self._seq = 0
         self._viewers: dict[Mailbox, asyncio.Event] = {}
@@ -291,7 +296,8 @@ class Live:
     def _refresh(self) -> None:
         self._refresher = asyncio.get_running_loop().call_later(REFRESH_S, self._refresh)
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._look_who_leads())
+            self._asking = asyncio.create_task(self._look_who_leads(), name="who leads")
+            self._asking.add_done_callback(self._asked)
         if self._source is not None:
             waited = [lock for lock in self._source.groups if lock.state.waiters or lock.state.lost]
             for number in range(min(len(waited), REFRESHED)):
@@ -310,6 +316,15 @@ class Live:
         else:
             self._reseated = True
             self._tick_soon()
+
+    def _asked(self, asking: asyncio.Task[None]) -> None:
+        if asking.cancelled():
+            return
+        error = asking.exception()
+        why = f"{type(error).__name__}: {error}" if error is not None else ""
+        if error is not None and why != self._unanswered:
+            log.error("the dashboard cannot tell who stands by (it asks again): %s", why, exc_info=error)
+        self._unanswered = why
 
     async def _who_leads(self, source: Term | None) -> list[SeatRow]:
         if source is not None:
