@@ -1,5 +1,6 @@
 """The way in which gRPC waits for its sockets: chosen before it is loaded, and one that it knows."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -39,6 +40,22 @@ def test_a_newer_grpc_than_was_tried_is_left_as_it_is(monkeypatch: pytest.Monkey
     monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
     monkeypatch.delitem(sys.modules, "grpc._cython.cygrpc", raising=False)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.86.0")
+    poller.one_thread()
+    assert "GRPC_EXPERIMENTS" not in os.environ
+
+
+@pytest.mark.parametrize("found", [None, "", "1", "1.85rc1"])
+def test_a_grpc_of_unknown_version_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, found: str | None
+) -> None:
+    def told(name: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
+    monkeypatch.delitem(sys.modules, "grpc._cython.cygrpc", raising=False)
+    monkeypatch.setattr("importlib.metadata.version", told)
     poller.one_thread()
     assert "GRPC_EXPERIMENTS" not in os.environ
 

@@ -15,11 +15,19 @@ TRIED = (1, 85)
 
 def one_thread() -> None:
     """For this process, unless ``GRPC_EXPERIMENTS`` is set. gRPC reads that once: where it is imported
-    already nothing changes."""
-    if "grpc._cython.cygrpc" not in sys.modules and version(importlib.metadata.version("grpcio")) <= TRIED:
+    already nothing changes, nor where it does not say which version it is (vendored, without metadata)."""
+    if "grpc._cython.cygrpc" not in sys.modules and _known():
         os.environ.setdefault("GRPC_EXPERIMENTS", ONE_THREAD)
 
 
+def _known() -> bool:
+    try:
+        return version(importlib.metadata.version("grpcio")) <= TRIED
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return False
+
+
 def version(text: str) -> tuple[int, int]:
+    """Raises ``ValueError``."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
