@@ -51,12 +51,12 @@ def write_backup(path: Path, values: Mapping[str, bytes], *, force: bool) -> Non
 
 
 def _digest(values: Mapping[str, bytes]) -> bytes:
-    sum = hashlib.sha256()
+    digest = hashlib.sha256()
     for key, value in sorted(values.items()):
         for part in (key.encode(), value):
-            sum.update(len(part).to_bytes(8))
-            sum.update(part)
-    return sum.digest()
+            digest.update(len(part).to_bytes(8))
+            digest.update(part)
+    return digest.digest()
 
 
 def _flush_folder(folder: Path) -> None:
