@@ -6,8 +6,12 @@ for ``test_real_frameworks.py``, which needs the packages.
 
 import asyncio
 import functools
+import inspect
 import pickle
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -442,6 +446,120 @@ NOTHING = {
 def test_without_an_orchestrator_nothing_is_wrapped_and_grpc_is_not_imported(name: str) -> None:
     stub = "class S:\n    def fit(self): pass\n    def train_step(self): pass\n    def generate(self): pass\n"
     unconfigured(stub + NOTHING[name])
+
+
+def opaque(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: method(*args)
+
+
+class Called:
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    async def __call__(self, *args: Any) -> Any:
+        return await self.method(*args)
+
+
+def for_all(method: Callable[..., Any]) -> Callable[..., Any]:
+    """As verl's ``auto_await`` does: a coroutine awaits the method, for anybody else it is run at once."""
+
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        caller = sys._getframe(1).f_code
+        if caller.co_flags & inspect.CO_COROUTINE:
+            return method(*args)
+        with ThreadPoolExecutor(1) as pool:  # a loop may run in this thread
+            return pool.submit(asyncio.run, method(*args)).result()
+
+    return call
+
+
+WRAPPED: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "decorated": decorated,
+    "twice decorated": lambda method: decorated(decorated(method)),
+    "partial": lambda method: functools.partial(method, "given"),
+    "decorated partial": lambda method: decorated(functools.partial(method, "given")),
+    "partial of a decorated one": lambda method: functools.partial(decorated(method), "given"),
+    "object": Called,
+    "decorated object": lambda method: decorated(Called(method)),
+    "for all": for_all,
+}
+
+
+class Generates:
+    def __init__(self, told: Told, around: Callable[[Callable[..., Any]], Any]) -> None:
+        self.told, self.loop = told, threading.current_thread()
+        self.generate, self.enabled, self.waited = around(self._generate), True, list[bool]()
+        phases = Phases(self)
+        phases.around(self, "generate", "generate")
+        phases.around(self, "generate", "update", "trainer")
+
+    async def _generate(self, *given: object) -> str:
+        self.told.works("begins")
+        await asyncio.sleep(0)
+        self.told.works("ends")
+        return "done"
+
+    def on_phase_begin(self, phase: str, role: str = "") -> None:
+        self.waited.append(threading.current_thread() is self.loop)
+        self.told.on_phase_begin(phase, role)
+
+    def on_phase_end(self, phase: str, role: str = "") -> None:
+        self.told.on_phase_end(phase, role)
+
+    def close(self) -> None:
+        self.told.close()
+
+
+@pytest.mark.parametrize("around", WRAPPED.values(), ids=WRAPPED)
+def test_a_hidden_coroutine_is_a_phase_to_its_end_and_the_loop_goes_on_while_it_waits(
+    around: Callable[[Callable[..., Any]], Any],
+) -> None:
+    async def scenario(stub: Generates) -> None:
+        assert await stub.generate() == "done"
+
+    with told() as (callback, _):
+        stub = Generates(callback, around)
+        asyncio.run(scenario(stub))
+        assert callback.trace == ["begins:TS", "ends:TS"]
+        assert stub.waited == [False, False]
+
+
+def test_a_coroutine_that_nobody_can_see_is_a_phase_to_its_end_too() -> None:
+    with told() as (callback, _):
+        stub = Generates(callback, opaque)
+        assert asyncio.run(stub.generate()) == "done"
+        assert callback.trace == ["begins:TS", "ends:TS"]
+
+
+@pytest.mark.parametrize("looping", [False, True])
+def test_a_method_that_runs_its_coroutine_for_a_plain_caller_still_does(looping: bool) -> None:
+    def plain(stub: Generates) -> None:
+        assert stub.generate() == "done"
+
+    async def scenario(stub: Generates) -> None:
+        plain(stub)
+
+    with told() as (callback, _):
+        stub = Generates(callback, for_all)
+        if looping:
+            asyncio.run(scenario(stub))
+        else:
+            plain(stub)
+        assert callback.trace == ["begins:TS", "ends:TS"]
+
+
+def test_a_hidden_coroutine_that_fails_ends_its_phase() -> None:
+    async def fails(*given: object) -> None:
+        raise RuntimeError("out of memory")
+
+    async def scenario(stub: Generates) -> None:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await stub.generate()
+        assert callback.callback.held == ()
+
+    with told() as (callback, _):
+        asyncio.run(scenario(Generates(callback, lambda method: decorated(fails))))
 
 
 def test_a_cancelled_wait_leaves_nothing_held() -> None:

@@ -11,7 +11,6 @@ given away while it waits for rollouts.
 """
 
 import functools
-import inspect
 from typing import Any, TypeVar
 
 from coslice.client.phases import BOTH, TRAINER, PhaseCallback
@@ -73,8 +72,6 @@ def _trainer(phases: Phases, trainer: Any) -> None:
 
 
 def _synchronous(phases: Phases, trainer: Any) -> None:
-    for name in ("generate", "eval"):
-        _awaited(trainer, name)
     if getattr(trainer, "colocate_all", False):
         # The engine sleeps after generating; until it does it occupies the accelerators, the trainer's too.
         phases.opens(trainer, "generate", "generate", BOTH)
@@ -112,19 +109,6 @@ def _dispatching(phases: Phases, trainer: Any, role: str) -> None:
     """The dispatch, which syncs the weights, is there once the models are."""
     phases.around(trainer.dispatch, "save_weights_for_sampler", "weight_sync", role)
     phases.closes(trainer.dispatch, "save_weights_for_sampler", "train")
-
-
-def _awaited(owner: Any, name: str) -> None:
-    """``torch.no_grad`` hides that the method is a coroutine: its phase would be over before it begins."""
-    method = getattr(owner, name, None)
-    if method is None or not inspect.iscoroutinefunction(inspect.unwrap(method)):
-        return
-
-    @functools.wraps(method)
-    async def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return await method(*args, **kwargs)
-
-    setattr(owner, name, wrapped)
 
 
 def _after(owner: Any, name: str, then: Any) -> None:

@@ -6,6 +6,7 @@ Wraps bound methods of one object, plain ones and coroutines; the classes stay a
 import asyncio
 import functools
 import inspect
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -96,42 +97,66 @@ def phases_of(owner: Any, callback: Enabled | None = None) -> Phases | None:
 def _wrap(
     owner: Any, name: str, before: Callable[[], None], after: Callable[[], None], *, always: bool = False
 ) -> None:
-    """``always``: ``after`` also follows an exception. A method that is not there is not wrapped."""
+    """``always``: ``after`` also follows an exception. A method that is not there is not wrapped.
+
+    A plain method may give a coroutine (``torch.no_grad`` around an ``async def``), or give one to coroutines
+    and run it for anybody else (verl's ``auto_await``): who calls it decides.
+    """
     method = getattr(owner, name, None)
     if method is None:
         return
-    wrapped: Callable[..., Any]
-    if inspect.iscoroutinefunction(method):
 
-        @functools.wraps(method)
-        async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            await in_thread(before, undo=after if always else _nothing)
-            try:
-                result = await method(*args, **kwargs)
-            except BaseException:
-                if always:
-                    await in_thread(after)
-                raise
-            await in_thread(after)
-            return result
+    async def rest(work: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            result = await work
+        except BaseException:
+            if always:
+                await in_thread(after)
+            raise
+        await in_thread(after)
+        return result
 
-        wrapped = coroutine
-    else:
+    @functools.wraps(method)
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        await in_thread(before, undo=after if always else _nothing)
+        return await rest(given(*args, **kwargs))
 
-        @functools.wraps(method)
-        def function(*args: Any, **kwargs: Any) -> Any:
-            before()
-            try:
-                result = method(*args, **kwargs)
-            except BaseException:
-                if always:
-                    after()
-                raise
-            after()
-            return result
+    async def given(*args: Any, **kwargs: Any) -> Any:
+        return await method(*args, **kwargs)  # here: it may look whether a coroutine calls it
 
-        wrapped = function
-    setattr(owner, name, wrapped)
+    @functools.wraps(method)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if hidden and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
+            return coroutine(*args, **kwargs)
+        before()
+        try:
+            result = method(*args, **kwargs)
+        except BaseException:
+            if always:
+                after()
+            raise
+        if inspect.iscoroutine(result):
+            return rest(result)
+        after()
+        return result
+
+    hidden = _is_coroutine(_innermost(method))
+    setattr(owner, name, coroutine if _is_coroutine(method) else function)
+
+
+def _is_coroutine(method: Any) -> bool:
+    return any(map(inspect.iscoroutinefunction, (method, type(method).__call__)))
+
+
+def _innermost(method: Any) -> Any:
+    """What decorators, partials and objects that can be called stand before."""
+    while True:
+        inner = inspect.unwrap(method)
+        if isinstance(inner, functools.partial):
+            inner = inner.func
+        if inner is method:
+            return method
+        method = inner
 
 
 async def in_thread(call: Callable[[], None], *, undo: Callable[[], None] | None = None) -> None:
