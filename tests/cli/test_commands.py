@@ -135,14 +135,20 @@ main()
 """
 
 
-def test_the_child_that_becomes_the_command_has_no_threads_of_grpc(up: Start) -> None:
+def test_the_child_that_becomes_the_command_has_no_threads_of_grpc_and_the_users_environment(
+    up: Start,
+) -> None:
     """They would find their files closed before the command is there, and end it: status 134, no word."""
     server = up("--memory", "256MiB")
-    seen = "import os; print(os.environ.get('GRPC_ENABLE_FORK_SUPPORT'))"
+    seen = "import json, os; print(json.dumps(dict(os.environ)))"
     arguments = run_arguments(server, "a", sys.executable, "-c", seen)
     command = [sys.executable, "-c", FORKED, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
-    assert (done.returncode, done.stdout.split("\n")) == (0, ["1 thread", "None", ""]), done.stderr
+    threads, told, end = done.stdout.split("\n")
+    assert (done.returncode, threads, end) == (0, "1 thread", ""), done.stderr
+    given = {name: value for name, value in json.loads(told).items() if not name.startswith("COSLICE_")}
+    assert given.pop("THP_MEM_ALLOC_ENABLE") == "1"
+    assert given == ENVIRONMENT, "what we set for ourselves is not the command's"
 
 
 def test_memory_for_one_job_and_the_disk_behind_it_are_options(up: Start, tmp_path: Path) -> None:

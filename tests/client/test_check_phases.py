@@ -1,6 +1,7 @@
 """``coslice check-phases`` on jobs that are right, and on jobs that are wrong in every way it knows."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -127,7 +128,8 @@ def check(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Check:
     def check(program: str, *, swap_s: float = 0.0) -> Checked:
         script, report = tmp_path / "job.py", tmp_path / "report.json"
         script.write_text(program.lstrip())
-        status = check_phases([sys.executable, str(script)], groups=GROUPS, swap_s=swap_s, out=report)
+        command = [sys.executable, str(script)]
+        status = check_phases(command, environment=os.environ, groups=GROUPS, swap_s=swap_s, out=report)
         return Checked(status, json.loads(report.read_text()), script, *capfd.readouterr())
 
     return check
@@ -204,10 +206,15 @@ def test_phase_callbacks_are_enabled_in_a_check(check: Check) -> None:
 def test_the_jobs_own_failure_is_its_status(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "coslice.cli.main", "check-phases", "--json", str(report)]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("COSLICE_", "GRPC_"))
+    }
+    script = [sys.executable, "-c", "import os; print(sorted(n for n in os.environ if 'GRPC' in n)); exit(7)"]
     ended = subprocess.run(
-        [*command, "--", "sh", "-c", "exit 7"], capture_output=True, text=True, check=False
+        [*command, "--", *script], capture_output=True, text=True, check=False, env=environment
     )
     assert (ended.returncode, json.loads(report.read_text())["status"]) == (7, 7)
+    assert ended.stdout.splitlines()[0] == "[]", "what we set for ourselves is not the command's"
     assert ended.stderr == "coslice: the command ended with status 7 before it entered a phase\n"
 
 
@@ -236,5 +243,5 @@ def test_a_command_without_a_phase_was_not_checked(check: Check) -> None:
 def test_a_report_that_cannot_be_written_stops_the_check_before_the_job_runs(tmp_path: Path) -> None:
     command, report = ["touch", str(tmp_path / "ran")], tmp_path / "nowhere" / "report.json"
     with pytest.raises(ConfigError, match="cannot write"):
-        check_phases(command, groups=GROUPS, swap_s=0, out=report)
+        check_phases(command, environment={}, groups=GROUPS, swap_s=0, out=report)
     assert not (tmp_path / "ran").exists()

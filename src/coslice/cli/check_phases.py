@@ -5,11 +5,10 @@ each of its processes writes down what it asked for and where in its code.
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,26 @@ from coslice.testing import phase_rules
 from coslice.testing.recording import RecordingOrchestrator
 
 
-def check_phases(command: Sequence[str], *, groups: Sequence[str], swap_s: float, out: Path | None) -> int:
-    """0: nothing found; 1: findings, or not everything was seen; the command's own status if it failed."""
+def check_phases(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    groups: Sequence[str],
+    swap_s: float,
+    out: Path | None,
+) -> int:
+    """0: nothing found; 1: findings, or not everything was seen; the command's own status if it failed.
+
+    ``environment``: outside; the command has a recording orchestrator's names instead of its own of coslice.
+    """
     if not command:
         raise ConfigError("no command: coslice check-phases [options] -- python train.py …")
     if out is not None:
         _write(out, "")  # before the job runs for an hour
     with tempfile.TemporaryDirectory(prefix="coslice-phases-") as folder:
         with RecordingOrchestrator(groups) as recording:
-            status = _run(command, recording, groups, folder)
+            own = {name: value for name, value in environment.items() if not name.startswith("COSLICE_")}
+            status = _run(command, own, recording, groups, folder)
         lines, torn = _lines(Path(folder))
     findings = phase_rules.check(lines, order=groups, swap_s=swap_s)
     phases = phase_rules.phases(lines)
@@ -73,8 +83,13 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _run(command: Sequence[str], recording: RecordingOrchestrator, groups: Sequence[str], folder: str) -> int:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("COSLICE_")}
+def _run(
+    command: Sequence[str],
+    own: Mapping[str, str],
+    recording: RecordingOrchestrator,
+    groups: Sequence[str],
+    folder: str,
+) -> int:
     roles = dict(
         zip(("COSLICE_TRAINER_GROUP", "COSLICE_SAMPLER_GROUP"), (groups[0], groups[-1]), strict=True)
     )

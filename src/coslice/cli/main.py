@@ -121,14 +121,13 @@ def run(
     ] = DEFAULT_AGENT,
 ) -> None:
     """Run a training command as a job: [b]coslice run --job a -- python train.py[/b]"""
-    outside = dict(os.environ)
     # Read when gRPC is loaded. Its handlers would start its threads anew in the child that is to become the
     # command, whose files are closed before: the threads then end it by SIGABRT.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     from coslice.cli.run import RunOptions, backend_of, run_job
 
     options = RunOptions(
-        environment=outside,
+        environment=_outside(context),
         job=job,
         group=group,
         need=need,
@@ -246,6 +245,7 @@ def replay(
 
 @app.command(name="check-phases", context_settings={"allow_interspersed_args": False})
 def check_phases(
+    context: typer.Context,
     command: Annotated[list[str], typer.Argument(help="The job's command, after `--`.", metavar="COMMAND…")],
     group: Annotated[
         str, typer.Option("--group", help="Groups in the order they must be taken, the trainer's first.")
@@ -269,15 +269,16 @@ def check_phases(
     names = group_names(group)
     if not names:
         raise ConfigError("--group names no group")
-    raise typer.Exit(check(command, groups=names, swap_s=swap_s, out=json))
+    raise typer.Exit(check(command, environment=_outside(context), groups=names, swap_s=swap_s, out=json))
 
 
 def main() -> None:
     """Entry point: an error of ours is one line on standard error, never a traceback."""
+    outside = dict(os.environ)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core prints what we say better
     redact.set_up()
     try:
-        app()
+        app(obj=outside)
     except ConfigError as error:
         _fail(error, 2)
     except CosliceError as error:
@@ -285,6 +286,12 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+
+
+def _outside(context: typer.Context) -> dict[str, str]:
+    """The environment as the user had it: what we set for ourselves is no business of a command of theirs."""
+    found: dict[str, str] = context.obj
+    return found
 
 
 def _fail(error: CosliceError, code: int) -> None:
