@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import sqlite3
 import stat
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from coslice.core.group_state import Held
 from coslice.errors import ConfigError
 from coslice.orchestrator.groups import CODEC
 from coslice.store.backup import read_backup, write_backup
+from coslice.store.base import StoreError
 from coslice.store.sqlite import SqliteStore
 from coslice.testing.fake_kubernetes_http import FakeKubernetes
 
@@ -184,3 +186,19 @@ def test_a_backup_moves_into_a_shared_store_and_back(tmp_path: Path) -> None:
         assert ", 2 replaced." in store("restore", tmp_path / "less", "--store", place, "--force")
         (left,) = json.loads(store("show", "--store", place, "--json"))["entries"]
         assert left["key"] == "group/other"
+
+
+@pytest.mark.parametrize("listens", [False, True])
+@pytest.mark.parametrize("kind", ["etcd://{}/t", "kubernetes://here/t?api=http://{}"])
+def test_a_shared_store_that_is_away_is_told_with_its_address_and_what_to_do(
+    tmp_path: Path, kind: str, listens: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        if not listens:
+            silent.close()
+        away = ("--store", kind.format(address), "--timeout", "0.2")
+        for command in (("show",), ("backup", tmp_path / "made"), ("restore", RECORDED)):
+            with pytest.raises(StoreError, match=f"{address}.* did not answer within 0.2 s.*--timeout"):
+                store(*command, *away)
+    assert not (tmp_path / "made").exists()

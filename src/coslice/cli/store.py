@@ -33,6 +33,12 @@ Insecure = Annotated[
     bool, typer.Option("--insecure", help="With --store: reach it over the network in the clear.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        "--timeout", metavar="SECONDS", min=0.1, help="With --store: give up when it is silent for so long."
+    ),
+]
 DEFAULT = "127.0.0.1:50051"
 _TIMEOUT = 60.0
 
@@ -56,6 +62,7 @@ def backup(
     address: Address = DEFAULT,
     force: Force = False,
     insecure: Insecure = False,
+    timeout: Timeout = 5.0,
     as_json: Json = False,
 ) -> None:
     """Copy all saved groups into FILE, while the orchestrator runs or not.
@@ -65,7 +72,7 @@ def backup(
     """
     from coslice.store.backup import write_backup
 
-    values = _read(state, store, address, insecure=insecure)
+    values = _read(state, store, address, insecure=insecure, timeout=timeout)
     write_backup(file, values, force=force)
     _print(
         as_json,
@@ -81,6 +88,7 @@ def restore(
     store: Place = None,
     force: Force = False,
     insecure: Insecure = False,
+    timeout: Timeout = 5.0,
     as_json: Json = False,
 ) -> None:
     """Put a backup into the store of an orchestrator that does not run.
@@ -100,7 +108,7 @@ def restore(
     _check(file, values)
     if state is not None:
         private_directory(state)
-    before = asyncio.run(replace(location, values, force=force))
+    before = asyncio.run(replace(location, values, force=force, patience=timeout))
     _print(
         as_json,
         {"store": location, "replaced": before, **_described(values)},
@@ -117,12 +125,17 @@ def show(
     store: Place = None,
     address: Address = DEFAULT,
     insecure: Insecure = False,
+    timeout: Timeout = 5.0,
     as_json: Json = False,
 ) -> None:
     """What is saved: each group with its schema version and its epoch."""
     from coslice.store.backup import read_backup
 
-    values = read_backup(file) if file is not None else _read(state, store, address, insecure=insecure)
+    values = (
+        read_backup(file)
+        if file is not None
+        else _read(state, store, address, insecure=insecure, timeout=timeout)
+    )
     lines = [
         f"{e.key}: {e.kind} schema {e.schema}, epoch {e.epoch}, {e.size} bytes{', deleted' * e.deleted}"
         for e in map(_entry, values, values.values())
@@ -141,14 +154,16 @@ def _location(state: Path | None, store: str | None, *, insecure: bool) -> str |
     return store
 
 
-def _read(state: Path | None, store: str | None, address: str, *, insecure: bool) -> dict[str, bytes]:
+def _read(
+    state: Path | None, store: str | None, address: str, *, insecure: bool, timeout: float
+) -> dict[str, bytes]:
     from coslice.store.reach import read
 
     location = _location(state, store, insecure=insecure)
     if location is None:
         return _ask(address)
     try:
-        return asyncio.run(read(location))
+        return asyncio.run(read(location, patience=timeout))
     except ConfigError as error:
         if "pid" not in error.data:
             raise

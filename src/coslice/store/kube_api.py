@@ -165,8 +165,9 @@ class KubeApi:
             )
             told: Json = msgspec.json.decode(answer.content) if answer.content else {}
         except (httpx.TransportError, msgspec.DecodeError) as error:
+            why = str(error) or type(error).__name__
             raise NoAnswer(
-                f"the Kubernetes API does not answer: {str(error) or type(error).__name__}"
+                f"the Kubernetes API at {self._client().base_url} does not answer: {why}"
             ) from error
         if answer.is_success:
             return told

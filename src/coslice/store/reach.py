@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from coslice.errors import ConfigError
 from coslice.store import DEFAULT_TTL, Seat, Store, make_election, make_store, shared
@@ -14,24 +15,35 @@ from coslice.store.etcd_location import parse_etcd
 from coslice.store.kube_location import SCHEME as KUBERNETES
 from coslice.store.kube_location import parse_kubernetes
 
+T = TypeVar("T")
+
 ELECTED_S = 12.0
 """To be elected, so that no orchestrator writes while we do. A leader that was killed is given up meanwhile,
 unless its ``leader_ttl`` is longer."""
 
 
-async def read(location: str) -> Values:
+PATIENCE_S = 5.0
+AGAIN_S = 0.2
+
+
+async def read(location: str, *, patience: float = PATIENCE_S) -> Values:
     """Everything that counts there. A shared store may be in use meanwhile; a file that is raises
-    ``ConfigError``."""
-    async with _reading(location) as store:
+    ``ConfigError``. ``StoreError``: a shared store did not begin to answer within ``patience`` seconds."""
+    async with _reading(location, patience) as store:
         return {key: value for key, (value, _) in (await store.load()).items()}
 
 
-async def replace(location: str, values: Mapping[str, bytes], *, force: bool) -> int:
-    """See ``put_back``. Raises ``ConfigError`` naming the orchestrator that leads there, or has the file."""
+async def replace(
+    location: str, values: Mapping[str, bytes], *, force: bool, patience: float = PATIENCE_S
+) -> int:
+    """See ``put_back``. Raises ``ConfigError`` naming the orchestrator that leads there, or has the file;
+    ``patience`` as in ``read``."""
     seat = Seat("", id=uuid.uuid4().hex[:12])  # without an address: nobody is sent here
     election = make_election(location, seat=seat, ttl=DEFAULT_TTL)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(election.close)
+        if shared(location):
+            await stack.enter_async_context(_reading(location, patience))  # so that it is known to answer
         try:
             async with asyncio.timeout(ELECTED_S):
                 _, store = await election.campaign()
@@ -49,7 +61,7 @@ async def replace(location: str, values: Mapping[str, bytes], *, force: bool) ->
 
 
 @contextlib.asynccontextmanager
-async def _reading(location: str) -> AsyncIterator[Store]:
+async def _reading(location: str, patience: float) -> AsyncIterator[Store]:
     async with contextlib.AsyncExitStack() as stack:
         store: Store
         if not shared(location):
@@ -62,16 +74,39 @@ async def _reading(location: str) -> AsyncIterator[Store]:
             place = parse_kubernetes(location)
             kube = KubeApi(place)
             stack.push_async_callback(kube.close)
-            store = KubernetesStore(kube, floor=await floor_of(kube, place))
+            floor = await _answer(lambda: floor_of(kube, place), location, patience)
+            store = KubernetesStore(kube, floor=floor)
         else:
             from coslice.store.etcd import EtcdStore
-            from coslice.store.etcd_api import EtcdApi
+            from coslice.store.etcd_api import EtcdApi, encoded
 
             etcd = EtcdApi(parse_etcd(location))
             stack.push_async_callback(etcd.close)
+            one = {"key": encoded(etcd.location.prefix), "count_only": True}
+            await _answer(lambda: etcd.call("kv/range", one, timeout=2.0), location, patience)
             store = EtcdStore(etcd)
         stack.push_async_callback(store.close)
         yield store
+
+
+async def _answer(ask: Callable[[], Awaitable[T]], location: str, patience: float) -> T:
+    """The first one. Neither kind of store tells when it is back, so it is asked again."""
+    from coslice.store import etcd_api, kube_api
+
+    until, why = asyncio.get_running_loop().time() + patience, "it is silent"
+    try:
+        async with asyncio.timeout_at(until):
+            while True:
+                try:
+                    return await ask()
+                except (etcd_api.NoAnswer, kube_api.NoAnswer) as error:
+                    why = str(error)
+                    await asyncio.sleep(AGAIN_S)
+    except TimeoutError:
+        raise StoreError(
+            f"{location} did not answer within {patience:g} s ({why}): is it running, and is the address "
+            "right? --timeout SECONDS waits longer"
+        ) from None
 
 
 def _existing(path: str) -> Path:
