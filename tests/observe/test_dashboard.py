@@ -15,7 +15,6 @@ from orchestrator.raw_client import RawClient
 from orchestrator.test_roster import ME, Known
 
 from coslice.cli.security import make_token
-from coslice.errors import ConfigError
 from coslice.observe.board import Board
 from coslice.observe.http import HttpServer
 from coslice.orchestrator.app import OrchestratorApp
@@ -267,7 +266,7 @@ async def test_who_cannot_be_asked_who_stands_by_is_logged_once_and_asked_again(
         known.asked += 1
         if known.asked == 3:
             refused.set()
-        raise ConfigError("no password")
+        raise RuntimeError("no password")
 
     known.candidates = refuses  # type: ignore[method-assign]
     monkeypatch.setattr("coslice.orchestrator.live.REFRESH_S", 0.01)
@@ -275,7 +274,7 @@ async def test_who_cannot_be_asked_who_stands_by_is_logged_once_and_asked_again(
         await refused.wait()
         told = [record for record in caplog.records if record.name == "coslice.orchestrator.live"]
         assert [record.getMessage() for record in told] == [
-            "the dashboard cannot tell who stands by (it asks again): ConfigError: no password"
+            "the dashboard cannot tell who stands by (it asks again): RuntimeError: no password"
         ]
         known.candidates = answers  # type: ignore[method-assign]
         await viewer.until(lambda: viewer.seats == [("me:1", True, 3), ("a:1", False, 0)])

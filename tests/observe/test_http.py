@@ -1,5 +1,6 @@
 """The pages themselves: who may read them, where they may be served, and what they say while things start."""
 
+import asyncio
 import shutil
 import socket
 import ssl
@@ -20,6 +21,7 @@ from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import OrchestratorConfig
 from coslice.security import tokens
 from coslice.security.listening import LOCAL_ONLY, Security, make_tls
+from coslice.testing.fake_kubernetes_http import FakeKubernetes
 
 
 @asynccontextmanager
@@ -125,3 +127,31 @@ async def test_whoever_stands_by_says_so() -> None:
         assert b"coslice_leader 0.0" in await board.exposition()
     finally:
         await app.stop()
+
+
+async def test_the_leader_tells_how_many_stand_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coslice.orchestrator.roster.FRESH_S", 0.0)
+
+    async def until(line: bytes) -> None:
+        async with asyncio.timeout(30):
+            while line not in (await boards[0].exposition()).split(b"\n"):  # noqa: ASYNC110  the API tells nobody who came
+                await asyncio.sleep(0.02)
+
+    with FakeKubernetes() as api:
+        place = f"kubernetes://here/t?api={api.url}"
+        config = OrchestratorConfig(listen="127.0.0.1:0", stop_grace=0.2, store=place)
+        boards = [Board(), Board()]
+        leader, standby = (OrchestratorApp(config, board=board) for board in boards)
+        await leader.start()
+        try:
+            await until(b"coslice_leader 1.0")
+            await until(b"coslice_standbys 0.0")
+            await standby.start()
+            try:
+                await until(b"coslice_standbys 1.0")
+                assert b"\ncoslice_standbys " not in await boards[1].exposition()
+            finally:
+                await standby.stop()
+            await until(b"coslice_standbys 0.0")
+        finally:
+            await leader.stop()

@@ -1,5 +1,8 @@
 """Who leads and who stands by, as far as the place where the state is answers."""
 
+import pytest
+
+from coslice.errors import ConfigError
 from coslice.orchestrator.roster import FRESH_S, Roster
 from coslice.store import Seat, Tenure
 from coslice.store.base import StoreError
@@ -15,11 +18,12 @@ class Known(Alone):
     def __init__(self, *seats: Seat) -> None:
         super().__init__(MemoryStore())
         self.seats, self.asked, self.away = list(seats), 0, False
+        self.why: Exception = StoreError("away")
 
     async def candidates(self) -> list[Seat]:
         self.asked += 1
         if self.away:
-            raise StoreError("away")
+            raise self.why
         return self.seats
 
     def lease_left(self) -> float:
@@ -60,3 +64,20 @@ async def test_one_that_is_gone_is_told_no_longer_and_nobody_is_asked_too_often(
     time.at += FRESH_S
     known.away, known.seats = False, [ME]
     assert await told(roster) == []
+
+
+@pytest.mark.parametrize("why", [StoreError("away"), ConfigError("the password cannot be read")])
+async def test_how_many_stand_by_is_unknown_until_somebody_could_say(why: Exception) -> None:
+    time, known = Time(), Known(ME, Seat("a:1", id="a"))
+    known.away, known.why = True, why
+    roster = Roster(known, ME, Tenure(), time)
+    assert await told(roster) == []
+    assert roster.standbys is None
+    time.at += FRESH_S
+    known.away = False
+    await roster.refresh()
+    assert roster.standbys == 1
+    time.at += FRESH_S
+    known.away = True
+    await roster.refresh()
+    assert roster.standbys == 1, "nobody knows better"

@@ -5,7 +5,7 @@ An app adds what it has when it is made; one board may carry several apps (``cos
 
 import asyncio
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import chain
 
 import prometheus_client
@@ -27,6 +27,8 @@ class Board:
         ProcessCollector(registry=self.registry)  # process_*: CPU, memory, files of this process
         self.lag = Lag(self.registry)
         self._readings = Readings()
+        self.before: list[Callable[[], Awaitable[None]]] = []
+        """Done before the values are read, and bounded: where they are not in this process."""
         self.ready: dict[str, Callable[[], str]] = {}
         """By part: why it is not ready; empty: it is."""
         self.routes: list[BaseRoute] = []
@@ -43,6 +45,8 @@ class Board:
     async def exposition(self) -> bytes:
         """All metrics in Prometheus' text format, as the states are now. In the loop's own thread, a piece
         between any two turns of the loop: one of its own would take the interpreter from each of them."""
+        for ask in self.before:
+            await ask()
         found: list[str] = []
         for piece in pieces(chain(self._readings.gather(), self.registry.collect())):
             found.append(piece)

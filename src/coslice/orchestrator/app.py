@@ -95,6 +95,7 @@ class _Shown(NamedTuple):
     agents: Agents
     journal: Journal
     admission: Admissions
+    roster: Roster | None
 
 
 class OrchestratorApp:
@@ -367,7 +368,7 @@ class OrchestratorApp:
         self._observer.admission = admission.heard
         groups.start(saved, perform)
         admission.resume(groups)
-        self._shown = _Shown(groups, sessions, agents, journal, admission)
+        self._shown = _Shown(groups, sessions, agents, journal, admission, roster)
         if self.live is not None:
             self._watchers = watchers
             term = Term(self.instance, groups=groups, admission=admission, clock=clock, roster=roster)
@@ -405,7 +406,12 @@ class OrchestratorApp:
                 return metrics.Process(False, 0, 0, 0, 0)
             lost = shown.sessions.lost_count
             connected = len(shown.sessions) - lost
-            return metrics.Process(True, connected, lost, len(shown.agents), shown.journal.lost)
+            standbys = shown.roster.standbys if shown.roster is not None else None
+            return metrics.Process(True, connected, lost, len(shown.agents), shown.journal.lost, standbys)
+
+        async def ask_who_stands_by() -> None:
+            if (shown := self._shown) is not None and shown.roster is not None:
+                await shown.roster.refresh()
 
         def of_counts() -> tuple[Reading, ...]:
             return () if self._pushed is None else self._pushed.take()
@@ -416,6 +422,7 @@ class OrchestratorApp:
             pushed.jobs.prune({lock.id: lock.state for lock in shown.groups})
             return pushed.jobs.take()
 
+        board.before.append(ask_who_stands_by)
         board.add(Source(metrics.OF_GROUPS, of_groups, metrics.of_groups))
         board.add(Source(metrics.OF_PROCESS, of_process, metrics.of_process))
         board.add(Source(metrics.COUNTED, of_counts, lambda found: found))

@@ -69,6 +69,11 @@ SESSIONS = Metric(
     "Sessions of clients: connected, or lost and still in their grace.",
     ("state",),
 )
+STANDBYS = Metric(
+    "coslice_standbys",
+    "gauge",
+    "Of the leader, where others share its store: orchestrators that would take its place.",
+)
 AGENTS = Metric("coslice_agents_attached", "gauge", "Nodes whose agent is connected.")
 JOURNAL_LOST = Metric(
     "coslice_journal_lost_lines_total", "counter", "Lines of the journal that could not be written."
@@ -131,7 +136,7 @@ SWAPS = Metric("coslice_group_swaps_total", "counter", "Hand-overs for which sta
 MOVED = Metric(
     "coslice_group_moved_bytes_total", "counter", "Bytes moved in or out, all nodes together.", ("group",)
 )
-OF_PROCESS = (LEADER, SESSIONS, AGENTS, JOURNAL_LOST)
+OF_PROCESS = (LEADER, STANDBYS, SESSIONS, AGENTS, JOURNAL_LOST)
 OF_GROUPS = (
     *(GROUPS, STATE, QUEUE, DOOR, OLDEST, LEASE_AGE, UNCONFIRMED, LOST),
     *(NODES, RESIDENTS, BLOCKED, JOBS, HELD, SWAPS, MOVED),
@@ -320,10 +325,14 @@ class Process(NamedTuple):
     lost: int
     agents: int
     journal_lost: int
+    standbys: int | None = None
+    """None: there can be none, or nobody could say yet."""
 
 
 def of_process(taken: Process) -> Iterator[Reading]:
     yield LEADER, (), taken.leader
+    if taken.standbys is not None:
+        yield STANDBYS, (), taken.standbys
     yield SESSIONS, ("connected",), taken.connected
     yield SESSIONS, ("lost",), taken.lost
     yield AGENTS, (), taken.agents

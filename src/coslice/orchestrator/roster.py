@@ -7,6 +7,7 @@ while it does not answer, what was known last is told.
 import asyncio
 from collections.abc import Iterable
 
+from coslice.errors import ConfigError
 from coslice.runtime.clock import Clock
 from coslice.store.base import StoreError
 from coslice.store.election import Election, Seat, Tenure
@@ -22,16 +23,24 @@ class Roster:
     def __init__(self, election: Election, seat: Seat, tenure: Tenure, clock: Clock) -> None:
         self._election, self._seat, self._tenure, self._clock = election, seat, tenure, clock
         self._since = clock.now()
-        self._others: tuple[Seat, ...] = ()
+        self._others: tuple[Seat, ...] | None = None
         self._asked = -FRESH_S
         self._asking = asyncio.Lock()
 
-    async def status(self) -> list[pb.OrchestratorStatus]:
-        """The leader, which is this process, and then those who stand by."""
+    @property
+    def standbys(self) -> int | None:
+        """How many were known last; None: nobody has been able to say in this term."""
+        return len(self._others) if self._others is not None else None
+
+    async def refresh(self) -> None:
         async with self._asking:
             if self._clock.now() - self._asked >= FRESH_S:
                 await self._ask()
                 self._asked = self._clock.now()
+
+    async def status(self) -> list[pb.OrchestratorStatus]:
+        """The leader, which is this process, and then those who stand by."""
+        await self.refresh()
         leader = pb.OrchestratorStatus(
             address=self._seat.address,
             leads=True,
@@ -39,13 +48,13 @@ class Roster:
             lease_left_s=max(0.0, self._election.lease_left()),
             term=self._tenure.term,
         )
-        return [leader, *(pb.OrchestratorStatus(address=other.address) for other in self._others)]
+        return [leader, *(pb.OrchestratorStatus(address=other.address) for other in self._others or ())]
 
     async def _ask(self) -> None:
         try:
             async with asyncio.timeout(ASK_S):
                 self._others = _without(self._seat, await self._election.candidates())
-        except (StoreError, TimeoutError):
+        except (StoreError, ConfigError, TimeoutError):
             pass
 
 
