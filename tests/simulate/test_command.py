@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from coslice.cli.bench_sim import parts_of
 from coslice.cli.main import app
 from coslice.errors import ConfigError
 
@@ -213,6 +214,16 @@ def test_the_bench_takes_a_process_for_each_core_and_no_more_than_have_a_part(tm
     result = CliRunner().invoke(app, ["bench", "sim", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
     assert json.loads(out.read_text())["processes"] == min(2, len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 16])
+def test_the_bench_hands_out_the_largest_parts_first_and_little_ones_at_the_end(processes: int) -> None:
+    parts = parts_of(processes, nodes=1000, jobs=10_000, hours=1.0)
+    played = [(part.seed, node) for part in parts for node in range(part.slice, part.nodes, part.of)]
+    assert len(set(played)) == len(played) == 1000
+    sizes = [part.nodes / part.of for part in parts]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < 5 or processes == 1
 
 
 def test_what_admission_would_do_about_a_drift(tmp_path: Path) -> None:

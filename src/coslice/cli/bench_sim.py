@@ -1,6 +1,5 @@
 """``coslice bench sim``: how fast the simulator, and so the core, is."""
 
-import gc
 import json
 import multiprocessing
 import os
@@ -11,13 +10,14 @@ from pathlib import Path
 from rich.console import Console
 
 from coslice.errors import ConfigError
-from coslice.simulate.day import Part, Told, run_part
+from coslice.simulate.day import Part, Told, run_quietly
 
 console = Console(highlight=False, emoji=False)
 progress = Console(stderr=True, highlight=False, emoji=False)
 PARTS = 20
-SLICES = 4
-"""Of each part, handed out one by one: whoever is free takes the next, so that all end together."""
+FINE = 16
+"""Slices of the last part, for every process but one: whoever is free takes the next, the largest come first,
+so that all end together."""
 
 
 def bench_sim(*, processes: int, nodes: int, jobs: int, hours: float, out: Path | None) -> None:
@@ -28,20 +28,8 @@ def bench_sim(*, processes: int, nodes: int, jobs: int, hours: float, out: Path 
     change as much. A core step is one call of ``core.group.step`` or (``node_steps`` of them) of
     ``core.context.step``.
     """
-    count = max(1, min(PARTS, nodes, jobs))
-    processes = min(count, processes or len(os.sched_getaffinity(0)))
-    parts = [
-        Part(
-            nodes=nodes // count + (n < nodes % count),
-            jobs=jobs // count + (n < jobs % count),
-            seed=n,
-            seconds=3600 * hours,
-            slice=k,
-            of=min(SLICES, nodes // count),
-        )
-        for n in range(count)
-        for k in range(min(SLICES, nodes // count))
-    ]
+    processes = min(PARTS, nodes, jobs, processes or len(os.sched_getaffinity(0)))
+    parts = parts_of(processes, nodes=nodes, jobs=jobs, hours=hours)
     begun = time.perf_counter()
     told = list(_run(parts, processes))
     wall = time.perf_counter() - begun
@@ -70,16 +58,34 @@ def bench_sim(*, processes: int, nodes: int, jobs: int, hours: float, out: Path 
         console.print(f"{key:18} {value:,.3f}")
 
 
+def parts_of(processes: int, *, nodes: int, jobs: int, hours: float) -> list[Part]:
+    """The largest slices first. Every group is in one of them."""
+    count = min(PARTS, nodes, jobs)
+    slices = [max(1, FINE * (processes - 1) // (count - n)) for n in range(count)]
+    return [
+        Part(
+            nodes=nodes // count + (n < nodes % count),
+            jobs=jobs // count + (n < jobs % count),
+            seed=n,
+            seconds=3600 * hours,
+            slice=k,
+            of=min(slices[n], nodes // count),
+        )
+        for n in range(count)
+        for k in range(min(slices[n], nodes // count))
+    ]
+
+
 def _run(parts: list[Part], processes: int) -> list[Told]:
     if processes == 1:
         told = []
         for number, part in enumerate(parts, 1):
-            told.append(_quietly(part))
+            told.append(run_quietly(part))
             _say(number, len(parts))
         return told
     # Not forked: whoever calls this may have threads, gRPC's for one, that a fork would leave locked.
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        tasks = [pool.submit(_quietly, part) for part in parts]
+        tasks = [pool.submit(run_quietly, part) for part in parts]
         try:
             for number, task in enumerate(as_completed(tasks), 1):
                 task.result()
@@ -88,16 +94,6 @@ def _run(parts: list[Part], processes: int) -> list[Told]:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         return [task.result() for task in tasks]
-
-
-def _quietly(part: Part) -> Told:
-    """Without the collector of cycles: the core's values have none."""
-    gc.disable()
-    try:
-        return run_part(part)
-    finally:
-        gc.enable()
-        gc.collect()
 
 
 def _say(number: int, count: int) -> None:

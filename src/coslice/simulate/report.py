@@ -8,6 +8,7 @@ from msgspec import Struct
 from coslice.core.duty import duty_bound
 from coslice.simulate.engine import Engine
 from coslice.simulate.jobs import Run
+from coslice.simulate.solo import Solo
 from coslice.simulate.spec import groups_of
 
 
@@ -75,12 +76,15 @@ class Report(Struct, frozen=True, kw_only=True):
 
 def report(engine: Engine, *, policy: str) -> Report:
     window = engine.now - engine.scenario.warmup
-    jobs = {run.spec.name: told for run in engine.runs.values() if (told := _job(engine, run)) is not None}
+    jobs: dict[str, JobReport] = {}
     solo: dict[str, list[float]] = {name: [] for name in engine.locks}
     for run in engine.runs.values():
+        alone = run.alone()
+        if (told := _job(engine, run, alone)) is not None:
+            jobs[run.spec.name] = told
         last = run.ends[-1] if run.ends else run.arrival
         stay = max(0.0, (last if run.left else engine.now) - max(run.arrival, engine.scenario.warmup))
-        for group, duty in run.alone().duty.items():
+        for group, duty in alone.duty.items():
             solo[group].append(duty * min(1.0, stay / window) if window > 0 else 0.0)
     pools = {
         name: PoolReport(
@@ -118,7 +122,7 @@ def report(engine: Engine, *, policy: str) -> Report:
     )
 
 
-def _job(engine: Engine, run: Run) -> JobReport | None:
+def _job(engine: Engine, run: Run, solo: Solo) -> JobReport | None:
     """None: it finished no step within the window."""
     begin = max(engine.scenario.warmup, run.arrival)
     first = next((k for k, end in enumerate(run.ends) if end > begin), len(run.ends))
@@ -129,7 +133,6 @@ def _job(engine: Engine, run: Run) -> JobReport | None:
     ends = [run.ends[first - 1] if first else run.arrival, *run.ends[first:]]
     if len(ends) < 2:
         return None
-    solo = run.alone()
     solo_ends = [solo.ends[first - 1] if first else 0.0, *solo.ends[first:]]
     count = len(ends) - 1
     return JobReport(

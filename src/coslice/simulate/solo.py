@@ -4,7 +4,8 @@ The figures that sharing is measured against: a slowdown is a ratio to these ste
 these duties.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
@@ -25,18 +26,36 @@ def alone(job: Job, steps: int, *, passes: Sequence[Scale] = (), batches: Sequen
     ends, now = [], 0.0
     busy: dict[str, float] = {}
     ahead = Batches(job.staleness) if job.produce else None
-    for k in range(steps):
+    makes, loop = _lengths(job.produce, batches), _lengths(job.loop, passes)
+    for _ in range(steps):
         if ahead is not None:
-            made, scale = _nth(job.produce, k), _scale(batches, k)
-            now = max(now, ahead.arrives(seconds(made, scale)))
-            _count(busy, made, scale)
-        step, scale = _nth(job.loop, k), _scale(passes, k)
-        now += seconds(step, scale)
-        _count(busy, step, scale)
+            made, computed = next(makes)
+            now = max(now, ahead.arrives(made))
+            _count(busy, computed)
+        took, computed = next(loop)
+        now += took
+        _count(busy, computed)
         ends.append(now)
         if ahead is not None:
             ahead.finished(now)
     return Solo(tuple(ends), {group: spent / now for group, spent in busy.items()} if now > 0 else {})
+
+
+Computed = list[tuple[str, float]]
+"""Group and seconds, in the order of the stretches."""
+
+
+def _lengths(loop: tuple[Pass, ...], scales: Sequence[Scale]) -> Iterator[tuple[float, Computed]]:
+    """Seconds of pass 1, 2, …, and those on accelerators."""
+    known: dict[tuple[int, Scale], tuple[float, Computed]] = {}
+    for k in itertools.count():
+        which = k % len(loop), scales[k] if k < len(scales) else UNCHANGED
+        found = known.get(which)
+        if found is None:
+            one, scale = loop[which[0]], which[1]
+            computed = [(part.group, part.seconds * scale[0]) for part in one if part.group]
+            known[which] = found = seconds(one, scale), computed
+        yield found
 
 
 def seconds(one: Pass, scale: Scale = UNCHANGED) -> float:
@@ -46,15 +65,6 @@ def seconds(one: Pass, scale: Scale = UNCHANGED) -> float:
     return sum(part.seconds * (on if part.group else off) for part in one)
 
 
-def _scale(scales: Sequence[Scale], k: int) -> Scale:
-    return scales[k] if k < len(scales) else UNCHANGED
-
-
-def _nth(passes: tuple[Pass, ...], k: int) -> Pass:
-    return passes[k % len(passes)]
-
-
-def _count(busy: dict[str, float], one: Pass, scale: Scale) -> None:
-    for part in one:
-        if part.group:
-            busy[part.group] = busy.get(part.group, 0.0) + part.seconds * scale[0]
+def _count(busy: dict[str, float], computed: Computed) -> None:
+    for group, spent in computed:
+        busy[group] = busy.get(group, 0.0) + spent
