@@ -1,6 +1,7 @@
 """Starting and stopping: what is refused, what is left behind, what is served."""
 
 import asyncio
+import hashlib
 import os
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def mode(path: Path) -> int | None:
         ({"host_per_job": 2 * MIB}, "--host-per-job"),
         ({"state_dir": ":memory:", "disk_budget": MIB}, "folder on a disk"),
         ({"node": NodeId("a b")}, "node name"),
+        ({"node": NodeId("n" * 254)}, "use 1 to 253"),
+        ({"groups": (group("g" * 64),)}, "use 1 to 63"),
         ({"on_stuck": "shrug"}, "'kill' or 'wait'"),
         ({"groups": (group("g"), group("g"))}, "twice"),
         ({"groups": (group("g", cpus=(1,)), group("h", cpus=(0, 1)))}, "disjoint"),
@@ -66,6 +69,12 @@ async def test_a_disk_budget_beyond_what_the_disk_has_is_refused(tmp_path: Path)
     config = replace(GOOD, state_dir=str(tmp_path / "state"), runtime_dir=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"free: give less \(coslice up --disk\)"):
         await AgentApp(replace(config, disk_budget=1 << 60, disk_dir=str(tmp_path))).start()
+
+
+async def test_a_node_may_have_a_name_as_long_as_kubernetes_allows(node: Node, tmp_path: Path) -> None:
+    await node.start(node=NodeId("n" * 253), disk_budget=MIB, disk_dir=str(tmp_path))
+    assert (await node.status()).node == "n" * 253
+    assert mode(tmp_path / f"coslice-{hashlib.sha256(b'n' * 253).hexdigest()}") == 0o700
 
 
 async def test_a_port_in_use_is_a_clear_error_and_leaves_nothing(node: Node) -> None:

@@ -3,6 +3,7 @@ are ones that coslice takes."""
 
 import base64
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -24,6 +25,10 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate")
 pytestmark = pytest.mark.helm
 
 VERSIONS = ("1.34", "1.35", "1.36", "1.37")
+LONG = "n" * 51 + "." + "example." * 20 + "x"
+"""A node's; cut after 52 characters it ends in a dot."""
+LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 CRDS = {"Certificate", "Issuer", "ServiceMonitor", "PodMonitor"}
 STORES: list[dict[str, Any]] = [{}, ETCD, SQLITE]
 SECURITY: list[dict[str, Any]] = [
@@ -99,7 +104,8 @@ def _check_mounts(rendered: Rendered) -> None:
 
 @pytest.mark.parametrize("given", [{}, GIVEN], ids=["certManager", "secret"])
 def test_each_node_has_the_key_of_its_own_name_only(given: dict[str, Any]) -> None:
-    nodes = ["node-1", "gpu.example"]
+    nodes = ["node-1", "gpu.example", f"{LONG}-1", f"{LONG}-2", "n" * 63, "n" * 64]
+    nodes += [] if given else [("n" * 63 + ".") * 3 + "n" * 61]
     rendered = render(**given, **MONITOR, **{"tls.perNode": True, "tls.nodes": nodes})
     for thing in rendered.objects:
         if thing["kind"] not in CRDS:
@@ -110,7 +116,7 @@ def test_each_node_has_the_key_of_its_own_name_only(given: dict[str, Any]) -> No
         for thing in rendered.objects
         if thing["kind"] == "Certificate"
     }
-    assert len(agents) == len(nodes)
+    mounted = set()
     selectors = [agent["spec"]["selector"]["matchLabels"] for agent in agents]
     for node, agent, selector in zip(nodes, agents, selectors, strict=True):
         template = agent["spec"]["template"]
@@ -119,6 +125,7 @@ def test_each_node_has_the_key_of_its_own_name_only(given: dict[str, Any]) -> No
             {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
         ]
         (mine,) = (v["secret"]["secretName"] for v in template["spec"]["volumes"] if v["name"] == "tls")
+        mounted.add(mine)
         if given:
             assert mine == f"a-tls-{node}"
         else:
@@ -129,7 +136,16 @@ def test_each_node_has_the_key_of_its_own_name_only(given: dict[str, Any]) -> No
             if selector.items() <= other["spec"]["template"]["metadata"]["labels"].items()
         ]
         assert selected == [agent["metadata"]["name"]], "another's pods are not its own"
-        assert agent["metadata"]["name"].endswith(f"-agent-{node}")
+        assert agent["metadata"]["name"].endswith(
+            f"-agent-{node}" if len(node) < 64 else selector["coslice/node"]
+        )
+        for label, value in template["metadata"]["labels"].items():
+            assert LABEL.fullmatch(value), label
+    names = [thing["metadata"]["name"] for thing in rendered.objects]
+    for name in (*names, *mounted):
+        assert SUBDOMAIN.fullmatch(name), name
+        assert len(name) <= 253, name
+    assert len({agent["metadata"]["name"] for agent in agents}) == len(mounted) == len(nodes)
     (monitored,) = rendered.of("PodMonitor")["spec"]["podMetricsEndpoints"]
     assert monitored["tlsConfig"]["ca"]["secret"]["name"].endswith(("agent-node-1-tls", "a-tls-node-1"))
 

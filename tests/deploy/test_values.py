@@ -211,7 +211,9 @@ def test_every_value_is_in_the_table_and_in_the_documentation() -> None:
         ),
         ({"agent.groups": ["train:policy=fifo"]}, "/agent/groups"),
         ({"tls.nodes": ["n", "n"]}, "/tls/nodes"),
-        ({"tls.nodes": ["n" * 64]}, "/tls/nodes"),
+        ({"tls.nodes": ["n" * 254]}, "/tls/nodes"),
+        ({**GIVEN, "tls.nodes": ["n" * 250]}, "too long for a secret"),
+        ({**GIVEN, "tls.nodes": ["n" * 248], "tls.perNode": True}, "too long for a secret (a-tls-NODE"),
         ({"dra.claims": [{"name": "x"}]}, "count"),
     ],
 )

@@ -53,12 +53,15 @@ class Keys:
         return Credentials(ca=str(self.folder / "ca.pem"), token=token, **made)
 
 
+LONG = "n" * 200
+
+
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     if shutil.which("openssl") is None:
         pytest.skip("certificates need openssl")
     folder = tmp_path_factory.mktemp("keys")
-    make_certs(folder / "certs", names=("localhost",), nodes=("n1", "n2"))
+    make_certs(folder / "certs", names=("localhost",), nodes=("n1", "n2", LONG))
     make_certs(folder / "others", names=("localhost",), nodes=("n1",))
     tokens.create_secret(folder / "secret")
     return Keys(folder / "certs", folder / "secret")
@@ -293,6 +296,15 @@ async def test_an_agent_shows_a_certificate_of_its_node(secured: OrchestratorApp
     assert await attach(agents, forged, "n1") == "UNAVAILABLE"
     for token in ("", keys.token("job-a"), admin):
         assert await attach(secured.address, keys.caller(token), "n1") == "PERMISSION_DENIED"
+
+
+@pytest.mark.parametrize("length", [59, 61, 64, 200])
+async def test_a_long_name_is_no_certificate_for_its_beginning(
+    secured: OrchestratorApp, keys: Keys, length: int
+) -> None:
+    """A common name has room for 64 characters."""
+    expected = "welcome" if length == len(LONG) else "PERMISSION_DENIED"
+    assert await attach(secured.agents_address, keys.caller(cert=LONG), LONG[:length]) == expected
 
 
 async def test_without_tls_an_agent_shows_its_nodes_token(keys: Keys) -> None:

@@ -6,6 +6,7 @@ of the last instance, serve, dial. Stop is the reverse, and leaves the processes
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import shutil
@@ -550,7 +551,9 @@ def _disk(config: AgentConfig) -> DiskTier | None:
     if not config.disk_budget:
         return None
     # Of our own within what was named: that may be a whole disk, with others' files and modes.
-    inside = f"{config.disk_dir}/coslice-{config.node}" if config.disk_dir else f"{config.state_dir}/saved"
+    # A folder's name has at most 255 characters.
+    node = config.node if len(config.node) < 240 else hashlib.sha256(config.node.encode()).hexdigest()
+    inside = f"{config.disk_dir}/coslice-{node}" if config.disk_dir else f"{config.state_dir}/saved"
     folder = private_directory(inside)
     tier = DiskTier(folder, config.disk_budget)
     if (free := shutil.disk_usage(folder).free) < config.disk_budget - tier.used:

@@ -152,12 +152,14 @@ def _signed(folder: Path, label: str, cn: str, names: tuple[str, ...]) -> list[P
     cert, key = folder / f"{label}.pem", folder / f"{label}.key"
     if cert.exists():
         raise ConfigError(f"{cert} is there already: remove it to make another")
+    # A common name has at most 64 characters, and counts as a name: cut short it must be no other node's.
+    subject = cn if len(cn) <= 64 else f"cut: {cn[:59]}"
     every = dict.fromkeys((*names, "localhost", "127.0.0.1", "::1"))
     alternatives = ",".join(f"{'IP' if _is_address(name) else 'DNS'}:{name}" for name in every)
     with tempfile.TemporaryDirectory(prefix="coslice-") as scratch:
         request, extensions = Path(scratch) / "request.pem", Path(scratch) / "extensions"
         extensions.write_text(f"subjectAltName={alternatives}\nextendedKeyUsage=serverAuth,clientAuth\n")
-        _openssl("req", "-new", *_new_key(key), "-subj", f"/CN={cn[:64]}", "-out", request)
+        _openssl("req", "-new", *_new_key(key), "-subj", f"/CN={subject}", "-out", request)
         _openssl(
             *("x509", "-req", "-in", request, "-CA", folder / "ca.pem", "-CAkey", folder / "ca.key"),
             *("-set_serial", f"0x{time.time_ns():x}", "-days", str(_CERT_DAYS), "-sha256"),

@@ -17,19 +17,22 @@ MemberId = NewType("MemberId", str)
 Epoch = NewType("Epoch", int)
 """Fencing token of a lease; strictly increasing within a group."""
 
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_LENGTH, _OF_NODES = 63, 253
 
 
 def check_name(kind: str, text: str) -> str:
     """Return ``text`` if it is a well-formed name of a job, group or node; raise ``ValueError`` otherwise.
 
     One grammar for all names, checked at the edge: 1 to 63 letters, digits, ``.``, ``_`` or ``-``, beginning
-    and ending with a letter or digit. It is also valid as a Kubernetes label value.
+    and ending with a letter or digit. It is also valid as a Kubernetes label value. Only a node's may be as
+    long as it is there: 253.
     """
-    if _NAME.fullmatch(text) is None:
+    length = _OF_NODES if kind == "node" else _LENGTH
+    if len(text) > length or _NAME.fullmatch(text) is None:
         shown = text if len(text) <= 80 else text[:77] + "…"
         raise ValueError(
-            f"{shown!r} is not a {kind} name: use 1 to 63 letters, digits, '.', '_' or '-', "
+            f"{shown!r} is not a {kind} name: use 1 to {length} letters, digits, '.', '_' or '-', "
             "beginning and ending with a letter or digit"
         )
     return text

@@ -30,9 +30,14 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- if eq .Values.tls.source "secret" }}{{ .Values.tls.orchestratorSecret }}{{ else }}{{ include "coslice.name" . }}-orchestrator-tls{{ end }}
 {{- end }}
 
+{{- /* A node's name where only 63 characters fit: in a label, and within the names of objects. */ -}}
+{{- define "coslice.node" -}}
+{{- if le (len .) 63 }}{{ . }}{{ else }}{{ regexReplaceAll "[-.]+$" (trunc 52 .) "" }}-{{ sha256sum . | trunc 10 }}{{ end }}
+{{- end }}
+
 {{- /* Of one node, or of all (node ""): (list . "node-1") */ -}}
 {{- define "coslice.agentName" -}}
-{{ include "coslice.name" (index . 0) }}-agent{{ with index . 1 }}-{{ . }}{{ end }}
+{{ include "coslice.name" (index . 0) }}-agent{{ with index . 1 }}-{{ include "coslice.node" . }}{{ end }}
 {{- end }}
 
 {{- define "coslice.agentCert" -}}
@@ -87,6 +92,13 @@ etcd://{{ join "," $store.etcd.endpoints }}/{{ $prefix }}
 {{- end -}}
 {{- if and (eq .Values.tls.source "secret") .Values.agent.enabled (not .Values.tls.agentSecret) -}}
 {{- fail "tls.source=secret needs tls.agentSecret (keys ca.pem, and NODE.pem, NODE.key for each node), or agent.enabled=false" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq .Values.tls.source "secret") .Values.agent.enabled (not .Values.insecure) -}}
+{{- range .Values.tls.nodes -}}
+{{- if or (gt (len .) 249) (and $.Values.tls.perNode (gt (add (len $.Values.tls.agentSecret) 1 (len .)) 253)) -}}
+{{- fail (printf "tls.source=secret: the node's name %s is too long for a secret (%s-NODE, with the key NODE.pem): use certManager" . $.Values.tls.agentSecret) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if .Values.tls.perNode -}}
