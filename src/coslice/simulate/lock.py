@@ -103,9 +103,9 @@ class Lock:
             engine.gate.heard(self, event, taken)
 
     def _count_swap(self, swapping: bool) -> None:
-        now = self.engine.now
-        if self._swap_begun is not None:
-            self.swap_s += max(0.0, now - max(self._swap_begun, self.engine.scenario.warmup))
+        now, begun, warm = self.engine.now, self._swap_begun, self.engine.scenario.warmup
+        if begun is not None and now > warm:
+            self.swap_s += now - (begun if begun > warm else warm)
         self._swap_begun = now if swapping else None
 
     def close(self) -> None:

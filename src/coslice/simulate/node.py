@@ -88,7 +88,8 @@ class Node:
         self.state = taken.state
         for effect in taken.effects:
             self._perform(effect)
-        self._arm()
+        if self.state.running is not None:
+            self._arm()
 
     def _arm(self) -> None:
         due = core.next_deadline(self.state)
@@ -168,32 +169,21 @@ class Node:
 
     def _moved(self, move: tuple[fx.RunSnapshot | fx.RunRestore, int, float]) -> None:
         effect, size, seconds = move
-        now, failed = self.engine.now, self.engine.fails()
-        match effect:
-            case fx.RunSnapshot(op=op, job=job, attempt=attempt):
-                if failed:
-                    self.hear(
-                        ev.SnapshotFailed(at=now, job=job, op=op, attempt=attempt, reason="simulated failure")
-                    )
-                else:
-                    self.hear(
-                        ev.SnapshotSucceeded(
-                            at=now, job=job, op=op, attempt=attempt, bytes=size, residual=0, seconds=seconds
-                        )
-                    )
-            case fx.RunRestore(op=op, job=job, attempt=attempt):
-                if failed:
-                    self.hear(
-                        ev.RestoreFailed(at=now, job=job, op=op, attempt=attempt, reason="simulated failure")
-                    )
-                else:
-                    self.hear(
-                        ev.RestoreSucceeded(
-                            at=now, job=job, op=op, attempt=attempt, bytes=size, seconds=seconds
-                        )
-                    )
-            case _:
-                assert_never(effect)
+        now, job, op, attempt = self.engine.now, effect.job, effect.op, effect.attempt
+        failed = "simulated failure" if self.engine.fails() else ""
+        event: ev.NodeEvent
+        if type(effect) is fx.RunSnapshot:
+            if failed:
+                event = ev.SnapshotFailed(at=now, job=job, op=op, attempt=attempt, reason=failed)
+            else:
+                event = ev.SnapshotSucceeded(
+                    at=now, job=job, op=op, attempt=attempt, bytes=size, residual=0, seconds=seconds
+                )
+        elif failed:
+            event = ev.RestoreFailed(at=now, job=job, op=op, attempt=attempt, reason=failed)
+        else:
+            event = ev.RestoreSucceeded(at=now, job=job, op=op, attempt=attempt, bytes=size, seconds=seconds)
+        self.hear(event)
 
     def _report(self, event: ev.OpSucceeded | ev.OpFailed) -> None:
         delay = self.engine.cost.handoff_s

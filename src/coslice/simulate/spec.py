@@ -108,7 +108,8 @@ class SwapCost(Struct, frozen=True, kw_only=True):
 
     def entering(self, size: int, *, after: float) -> float:
         """``after``: seconds that the way out took in the same swap."""
-        return max(0.0, self.in_s + size / self.in_rate - self.overlap * after)
+        rest = self.in_s + size / self.in_rate - self.overlap * after
+        return rest if rest > 0 else 0.0
 
 
 def whole_swap(seconds: float, *, handoff_s: float = 0.0, message_s: float = 0.0) -> SwapCost:
