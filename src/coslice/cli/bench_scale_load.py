@@ -47,6 +47,7 @@ def options() -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 1000 * KEEPALIVE_S),
         ("grpc.keepalive_timeout_ms", 1000 * KEEPALIVE_S),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.bdp_probe", 0),  # as jobs and agents have it
     ]
 
 

@@ -28,6 +28,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 5_000),  # what gRPC obeys: its default is 60 s
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.bdp_probe", 0),  # a ping beside every message, to size windows we never fill
     ("grpc.min_reconnect_backoff_ms", 5_000),  # gRPC's name for the time limit of one connection attempt
     # A new attempt must not inherit the back-off of the one before it.
     ("grpc.use_local_subchannel_pool", 1),

@@ -504,6 +504,7 @@ def _bind(config: OrchestratorConfig, served: Served) -> tuple[grpc.aio.Server, 
             ("grpc.http2.min_ping_interval_without_data_ms", every // 2),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", every // 2),
             ("grpc.http2.max_ping_strikes", 0),  # an eager client is no reason to end its session
+            ("grpc.http2.bdp_probe", 0),  # a ping beside every message, to size windows we never fill
         ],
         interceptors=[
             Guard(RULES, served),

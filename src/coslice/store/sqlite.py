@@ -1,11 +1,12 @@
 """State in one SQLite file: WAL, one owner, one writer thread; by default (``synchronous=FULL``) it survives
 the loss of power.
 
-Everything that waits to be saved when the thread is free becomes one transaction, whoever asked: a hundred
-drivers cost one flush of the disk, not a hundred. Callers are answered after the commit, all at once.
+Everything that is asked in one turn of the loop becomes one transaction, whoever asked, and so does what
+waits when the thread is free: a hundred drivers cost one flush of the disk, not a hundred. Callers are
+answered after the commit, all at once.
 
-A save that is alone is written by the loop itself while the disk is quick: waking the thread, and then the
-loop again, takes longer than such a disk's flush.
+While the disk is quick the loop writes by itself: waking the thread, which then needs the interpreter, and
+the loop again takes longer than such a disk's flush.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import queue
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +30,8 @@ Entries = dict[str, tuple[bytes, int]]
 
 _ROWS = 100  # in one statement at most
 QUICK_S = 0.002
-"""A disk is quick if the last commit took no longer."""
+"""A disk is quick if one of the last ``LOOKS`` commits took no longer: at times one writes back the log."""
+LOOKS = 3
 
 
 class _Load:
@@ -78,8 +81,8 @@ class SqliteStore:
         self.commits = 0
         """Transactions so far; each may have saved many values."""
         self._queue: _Queue = queue.SimpleQueue()
-        self._first: _Write | None = None
-        """Of this turn of the loop, while it is alone."""
+        self._asked: list[_Write] = []
+        """In this turn of the loop."""
         self._with_thread = 0
         """Requests that it has yet to answer; while there is none it leaves the file alone."""
         self._thread: threading.Thread | None = None
@@ -131,28 +134,29 @@ class SqliteStore:
         if not self.flush and self._writer is not None:
             self._writer.write_here([write])
             return write.future
-        if self._with_thread or self._first is not None:  # the thread takes all that is there when it is free
+        if self._with_thread:  # which takes all that is there when it is free
             self._hand_over(write)
         else:
-            self._first = write
-            loop.call_soon(self._begin)
+            self._asked.append(write)
+            if len(self._asked) == 1:
+                loop.call_soon(self._begin)
         return write.future
 
     def _begin(self) -> None:
         """Whoever saves in the same turn of the loop is here by now."""
-        first, writer = self._first, self._writer
-        if first is None or writer is None:
+        writer = self._writer
+        if not self._asked or writer is None:  # somebody else handed them over
             return
-        if self._with_thread or writer.took_s > QUICK_S:
+        if self._with_thread or not writer.quick:
             self._hand_over()
         else:
-            self._first = None
-            writer.write_here([first])
+            asked, self._asked = self._asked, []
+            writer.write_here(asked)
 
     def _hand_over(self, *further: _Request) -> None:
         """To the thread, in the order in which they were asked."""
-        requests = further if self._first is None else (self._first, *further)
-        self._first = None
+        requests = (*self._asked, *further)
+        self._asked = []
         self._with_thread += len(requests)
         for request in requests:
             self._queue.put(request)
@@ -204,11 +208,15 @@ class _Writer:
 
     def __init__(self, store: SqliteStore, requests: _Queue, answers: _Answers) -> None:
         self._store, self._path, self._requests, self._answers = store, store.path, requests, answers
-        self.took_s = 0.0
-        """The last commit."""
+        self._took: deque[float] = deque((0.0,), maxlen=LOOKS)
+        """Seconds of the last commits."""
         self._versions: dict[str, int] = {}
         self._last = 0
         self._broken: StoreError | None = None
+
+    @property
+    def quick(self) -> bool:
+        return min(self._took) <= QUICK_S
 
     def run(self) -> None:
         owner = Ownership(self._path)
@@ -294,7 +302,7 @@ class _Writer:
             self._broken = self._failure(error)
         if self._broken is None:
             self._store.commits += 1
-            self.took_s = time.monotonic() - begun
+            self._took.append(time.monotonic() - begun)
             for key, (_, version) in after.items():
                 self._versions[key] = version
         for write, result in results:
