@@ -23,6 +23,7 @@ from coslice.agent.topology import pods as pods_module
 from coslice.agent.topology.kubernetes import NodeTopology
 from coslice.agent.topology.labels import View
 from coslice.agent.topology.place import parse_place
+from coslice.agent.topology.placing import Placing
 from coslice.core.ids import GroupId, NodeId
 from coslice.errors import ConfigError
 from coslice.orchestrator.app import OrchestratorApp
@@ -376,6 +377,51 @@ async def test_a_process_registers_as_the_job_that_its_pod_s_label_names(
     assert wrong["code"] == "DENIED"
     assert "is in pod rl/p1, whose label timeslice.io/job-id says a, and registers as c" in wrong["message"]
     assert sorted(member.job for member in agent.members) == ["a", "b"]
+
+
+async def test_who_registers_before_labels_are_read_waits_for_them(
+    node: Node, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which groups there are is not known before either."""
+    asked, known = asyncio.Event(), Placing.known
+
+    async def waits(placing: Placing) -> bool:
+        asked.set()
+        return await known(placing)
+
+    monkeypatch.setattr(Placing, "known", waits)
+    monkeypatch.setattr("coslice.agent.topology.placing.KNOWN_S", PATIENCE)
+    cluster.node("node-0", "train")
+    cluster.api.fail = lambda method, path: ApiError(503, "ServiceUnavailable", "not yet")
+    await node.start(**following(cluster, backend="app_channel"))
+    workload = await node.workload("a", size=8 * MIB, wait=False)
+    async with asyncio.timeout(PATIENCE):
+        await asked.wait()
+    cluster.api.fail = lambda method, path: None
+    await workload.until("admitted")
+
+
+async def test_while_no_label_was_read_nobody_new_is_taken_in_and_nobody_known_is_refused(
+    node: Node, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of one job's pod could be another job's otherwise, once the agent has been restarted."""
+    cluster.node("node-0", "train")
+    first = await node.start(**following(cluster, backend="app_channel"))
+    await offered(node.orchestrator, "train")
+    member = await node.workload("a", size=8 * MIB)
+    await member.until("admitted")
+    await first.stop()
+    monkeypatch.setattr("coslice.agent.topology.placing.KNOWN_S", 0.2)
+    cluster.api.fail = lambda method, path: ApiError(503, "ServiceUnavailable", "away")
+    await node.run_again(listen=first.address)
+    await member.until("admitted")
+    for group in ("train", "other"):
+        early = await node.workload("c", size=8 * MIB, wait=False, group=group)
+        refused = await early.until("refused")
+        assert (refused["code"], "no label" in refused["message"]) == ("FAILED", True)
+    cluster.api.fail = lambda method, path: None
+    monkeypatch.setattr("coslice.agent.topology.placing.KNOWN_S", PATIENCE)
+    await (await node.workload("b", size=8 * MIB)).until("admitted")
 
 
 async def test_an_upstream_holder_whose_pod_is_deleted_frees_the_lock(cluster: Cluster) -> None:

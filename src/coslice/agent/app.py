@@ -247,8 +247,9 @@ class AgentApp:
             remember=self._remember,
             tickets=tickets,
             heard=self._heard,
-            problem=lambda job, pid: self._placing.problem(job, pid) if self._placing is not None else "",
         )
+        if config.follow is not None:  # before anybody is served
+            registry.labels = self._placing = self._placed_by_labels(registry)
         self._recall(registry)
         if buffers.disk is not None:
             known = {member.buffer for member in self.members}
@@ -293,8 +294,8 @@ class AgentApp:
                 command=self._on_command,
             )
             self._supervisor.start("link", self._link.run())
-        if config.follow is not None:
-            self._follow(config.follow, registry)
+        if config.follow is not None and self._placing is not None:
+            self._follow(config.follow, self._placing)
 
     # ── groups come and go ─────────────────────────────────────────────────
 
@@ -315,9 +316,7 @@ class AgentApp:
             said = replace(self.config.follow.default, group=group)
         return said
 
-    def _follow(self, follow: Follow, registry: Registry) -> None:
-        from coslice.agent.topology.kubernetes import NodeTopology
-
+    def _placed_by_labels(self, registry: Registry) -> Placing:
         async def place(it: Placed, incarnation: Incarnation) -> str:
             try:
                 await registry.place(self.groups[it.group], it.job, it.pid, it.started, incarnation)
@@ -326,9 +325,13 @@ class AgentApp:
             return ""
 
         whole = self.backends.capabilities().whole_process
-        placing = self._placing = Placing(
+        return Placing(
             self.members, serve=self._serve_groups, place=place, release=registry.release, whole=whole
         )
+
+    def _follow(self, follow: Follow, placing: Placing) -> None:
+        from coslice.agent.topology.kubernetes import NodeTopology
+
         topology = NodeTopology(parse_place(follow.place), self.config.node, heard=placing.heard)
         self._supervisor.start("placing", placing.run())
         self._supervisor.start("topology", topology.run())

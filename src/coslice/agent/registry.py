@@ -8,6 +8,7 @@ group hears of it: nobody gets device memory by registering.
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 from coslice.agent.backends.base import MoveError
 from coslice.agent.backends.resolve import Backends, parse_backend
@@ -40,6 +41,16 @@ class RegistrationRefused(Exception):
         self.code = code
 
 
+class Labels(Protocol):
+    async def known(self) -> bool:
+        """Have they been read? Waits for a while."""
+        ...
+
+    def problem(self, job: JobId, pid: int) -> str:
+        """Why the process with this pid may not register as this job; empty: it may."""
+        ...
+
+
 class Registry:
     def __init__(
         self,
@@ -53,15 +64,15 @@ class Registry:
         remember: Callable[[Member], None],
         tickets: Tickets,
         heard: Callable[[], Awaitable[None]],
-        problem: Callable[[JobId, int], str] = lambda job, pid: "",
+        labels: Labels | None = None,
     ) -> None:
         """``uid``: the user whose processes may register. ``remember`` is told each new member's baseline.
         ``heard`` returns once the orchestrator, if there is one, knows what the groups have said so far.
-        ``problem``: why the process with this pid may not register as this job; empty: it may.
+        ``labels``: what says whose a process is, where anything does.
         """
         self._config, self._members, self._groups = config, members, groups
         self._buffers, self._backend, self._uid, self._remember = buffers, backend, uid, remember
-        self._heard, self._tickets, self._problem = heard, tickets, problem
+        self._heard, self._tickets, self.labels = heard, tickets, labels
 
     def by_token(self, token: str, pid: int) -> Member | None:
         """Who registered with this token, if that is the process that shows it."""
@@ -72,16 +83,21 @@ class Registry:
 
     async def register(self, message: pb.Register, channel: OpenChannel) -> None:
         """Makes the process behind the channel a member; raises ``RegistrationRefused``."""
+        if message.group and GroupId(message.group) not in self._groups:
+            await self._labels_known()
         self._check(message)
         await self.register_identified(self._identified(message), channel)
 
     async def register_identified(self, message: pb.Register, channel: OpenChannel) -> None:
         """The same for a process whose pid and start time the kernel vouched for. Raises
         ``RegistrationRefused``."""
-        self._check(message)
         self._check_owner(message.pid)
         group, job = GroupId(message.group), JobId(message.job)
-        if other := self._problem(job, message.pid):
+        process = (message.pid, message.start_time)
+        if not any((m.pid, m.started) == process for m in self._members.of_job(group, job)):
+            await self._labels_known()  # one that is a member was asked when it came
+        self._check(message)
+        if self.labels is not None and (other := self.labels.problem(job, message.pid)):
             raise RegistrationRefused(pb.DENIED, other)
         if message.incarnation:  # a start of its own; without, it joins those that were placed
             self._release_placed(group, job)
@@ -103,6 +119,14 @@ class Registry:
         # heard that it was set aside.
         await self._heard()
         channel.send(pb.WorkloadCommand(admitted=pb.Admitted()))
+
+    async def _labels_known(self) -> None:
+        if self.labels is not None and not await self.labels.known():
+            raise RegistrationRefused(
+                pb.FAILED,
+                "no label of this node and its pods has been read since the agent started, so nobody can "
+                "tell which job a process is of: does the Kubernetes API answer (see the agent's log)?",
+            )
 
     async def place(
         self, group: ServedGroup, job: JobId, pid: int, started: int, incarnation: Incarnation

@@ -9,6 +9,7 @@ job that their pod's labels name, and their ends are seen as everybody's.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
@@ -21,6 +22,9 @@ from coslice.agent.topology.labels import POD_JOB, Pod, View
 from coslice.core.ids import GroupId, Incarnation, JobId
 
 log = logging.getLogger(__name__)
+
+KNOWN_S = 5.0
+"""A process that registers waits so long for the first view: less than it waits for an answer."""
 
 
 class Placed(Struct, frozen=True, order=True):
@@ -45,12 +49,20 @@ class Placing:
         self._members, self._serve, self._place, self._release = members, serve, place, release
         self._whole = whole
         self._view: View | None = None
-        self._news = asyncio.Event()
+        self._news, self._applied = asyncio.Event(), asyncio.Event()
         self._said: dict[str, str] = {}
 
     def heard(self, view: View) -> None:
         self._view = view
         self._news.set()
+
+    async def known(self) -> bool:
+        """Has a view been carried out? Waits for the first for a while. Without one nobody can tell whose a
+        process is, or which groups there are; a process that was refused for that dials again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_S):
+                await self._applied.wait()
+        return self._applied.is_set()
 
     def problem(self, job: JobId, pid: int) -> str:
         """Why this process may not register as ``job``; empty: it may, or its pod has no labels of ours."""
@@ -81,6 +93,7 @@ class Placing:
 
     async def apply(self, view: View) -> None:
         served = await self._serve(view.groups)
+        self._applied.set()
         ours = [pod for pod in view.pods if pod.group in served]
         self._mention(view.pods, served)
         wanted = {
