@@ -127,6 +127,11 @@ CALL_FAILS: list[tuple[str, Any, grpc.StatusCode]] = [
     ("job-a", up.BackendConfig(direct_memory={}), grpc.StatusCode.FAILED_PRECONDITION),
     ("job-a", up.BackendConfig(memory_regions={}), grpc.StatusCode.FAILED_PRECONDITION),
     ("job-a", app_channel(mode=7), grpc.StatusCode.INVALID_ARGUMENT),
+    (
+        "job-a",
+        up.BackendConfig.FromString(b"\x9a\x06\x00"),
+        grpc.StatusCode.NOT_FOUND,
+    ),  # a field of its future
     ("shared", None, grpc.StatusCode.FAILED_PRECONDITION),
 ]
 
@@ -380,12 +385,37 @@ async def test_health_knows_the_backends_by_upstreams_names(node: Node) -> None:
         check: Any = health_pb2_grpc.HealthStub(channel).Check
         found = {
             name: (await check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE)).status
-            for name in ("", "app-channel", "app-endpoint", "cuda", "noop")
+            for name in ("", "app-channel", "app-endpoint", "cuda", "noop", "tpu")
         }
         unknown = check(health_pb2.HealthCheckRequest(service="memory-regions"), timeout=PATIENCE)
         assert await code_of(unknown) is grpc.StatusCode.NOT_FOUND
     yes, no = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    assert found == {"": yes, "app-channel": yes, "app-endpoint": yes, "cuda": no, "noop": no}
+    assert found == {"": yes, "app-channel": yes, "app-endpoint": yes, "cuda": no, "noop": no, "tpu": no}
+
+
+async def test_a_client_that_pings_eagerly_keeps_its_connection(node: Node) -> None:
+    """The stream of a workload breaks with it, and a move that is under way."""
+    await node.start(orchestrator=None)
+    assert node.agent is not None
+    ping, settings, goaway = 6, 4, 7
+
+    def frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + bytes(4) + payload
+
+    host, port = node.agent.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    answered = 0
+    async with asyncio.timeout(PATIENCE):
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(settings))
+        while answered < 10:
+            writer.write(frame(ping, answered.to_bytes(8, "big")))
+            kind = -1
+            while kind != ping:
+                head = await reader.readexactly(9)
+                kind, body = head[3], await reader.readexactly(int.from_bytes(head[:3], "big"))
+                assert kind != goaway, body
+            answered += 1
+    writer.close()
 
 
 # ── processes that are named ───────────────────────────────────────────────

@@ -169,3 +169,35 @@ async def test_the_process_behind_a_connection_is_found(family: socket.AddressFa
 def test_nobody_is_guessed(peer: str) -> None:
     with pytest.raises(Unidentified):
         process_of(peer, 9001)
+
+
+async def test_a_tpu_slice_is_moved_by_the_tool_that_the_request_names(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, devices = node.folder / "tpu", node.folder / "vfio"
+    monkeypatch.setenv("COSLICE_FAKE_TPU", str(world))
+    for path in (world, devices):
+        path.mkdir()
+    (devices / "0").touch()
+    fakes = Path(__file__).parents[1] / "fakes"
+    job = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(fakes / "tpu_job.py"), str(world), str(devices / "0")),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    node.processes.append(Process(job))
+    assert job.stdout is not None
+    assert await job.stdout.readline() == b"ready\n"
+    settings = {"devices": str(devices), "lock_file": str(world / "lock"), "gate_seconds": "0.2"}
+    await node.start(
+        orchestrator=None, backends={"tpu": {"program": str(fakes / "tpucheckpoint"), **settings}}
+    )
+    caller = Caller(node)
+    config = up.BackendConfig(tpu={"explicit_target": {"pids": [job.pid]}})
+    out = await caller.ended(await caller.snapshot("slice", config))
+    assert out.status == up.OPERATION_STATUS_COMPLETE, out.error
+    assert (world / str(job.pid)).read_text() == "parked"
+    assert await caller.states() == {"slice": "SAVED"}
+    back = await caller.ended(await caller.restore("slice", config))
+    assert back.status == up.OPERATION_STATUS_COMPLETE, back.error
+    assert (world / str(job.pid)).read_text() == "attached"
+    assert await caller.states() == {"slice": "RUNNING"}

@@ -90,6 +90,7 @@ SERVER_OPTIONS = (
     ("grpc.max_send_message_length", 16 << 20),
     ("grpc.so_reuseport", 0),  # two agents on one port must be an error, not a lottery
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),  # an eager client is no reason to break its stream
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -457,6 +458,8 @@ class AgentApp:
         for name in ("", SERVICE, upstream_service.SERVICE):
             await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
         absent = {*upstream_service.ABSENT, *(() if accelerator(self.config) == "cuda" else ("cuda",))}
+        if "tpu" not in (self.config.backend, *self.config.backends):
+            absent.add("tpu")
         for name in upstream_service.HEALTH:
             serving = health_pb2.HealthCheckResponse.SERVING
             await checks.set(name, health_pb2.HealthCheckResponse.NOT_SERVING if name in absent else serving)

@@ -49,7 +49,7 @@ RULES = {
     f"/{SERVICE}/{name}": access.ANY
     for name in ("Snapshot", "Restore", "GetOperation", "Status", "WorkloadChannel")
 }
-HEALTH = ("app-channel", "app-endpoint", "cuda", "direct-memory", "noop")
+HEALTH = ("app-channel", "app-endpoint", "cuda", "direct-memory", "noop", "tpu")
 """Names under which upstream's health service tells of backends."""
 ABSENT = ("direct-memory", "noop")
 COME_BACK = 60.0

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 import grpc
+from google.protobuf.unknown_fields import UnknownFieldSet
 from msgspec import Struct
 
 from coslice.agent.backends.resolve import CHANNEL
@@ -26,7 +27,7 @@ MODES = {
     up.SUSPEND_MODE_DISCARD: "discard",
 }
 ENGINES = {up.APP_VLLM: "vllm", up.APP_SGLANG: "sglang"}
-ENDPOINT = "app_endpoint"
+ENDPOINT, TPU = "app_endpoint", "tpu"
 
 
 class Asked(Struct, frozen=True, kw_only=True):
@@ -48,6 +49,8 @@ def asked(config: up.BackendConfig) -> Asked:
     match kind:
         case "cuda":
             return Asked(backend=WHOLE, spec=WHOLE, pids=tuple(config.cuda.explicit_target.pids))
+        case "tpu":
+            return Asked(backend=TPU, spec=TPU, pids=tuple(config.tpu.explicit_target.pids))
         case "app_channel":
             return Asked(
                 backend=CHANNEL, mode=_mode(config.app_channel.mode), tags=tuple(config.app_channel.tags)
@@ -58,9 +61,13 @@ def asked(config: up.BackendConfig) -> Asked:
             raise DirectRefused(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"the feature gate of {kind} is off: coslice has no such backend; leave backend_config out "
-                "(the job's own), or use cuda, app_endpoint or app_channel",
+                "(the job's own), or use cuda, tpu, app_endpoint or app_channel",
             )
         case _:
+            unknown = UnknownFieldSet(config)
+            if len(unknown) > 0:  # never by another backend than the one that was asked for
+                text = f"backend_config names a backend that is unknown here: field {unknown[0].field_number}"
+                raise DirectRefused(grpc.StatusCode.NOT_FOUND, text)
             return Asked()
 
 

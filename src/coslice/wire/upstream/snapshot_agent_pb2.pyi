@@ -163,6 +163,23 @@ class DirectMemoryBackendConfig(google.protobuf.message.Message):
 Global___DirectMemoryBackendConfig: typing_extensions.TypeAlias = DirectMemoryBackendConfig
 
 @typing.final
+class TpuBackendConfig(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXPLICIT_TARGET_FIELD_NUMBER: builtins.int
+    @property
+    def explicit_target(self) -> Global___ProcessTarget: ...
+    def __init__(
+        self,
+        *,
+        explicit_target: Global___ProcessTarget | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["explicit_target", b"explicit_target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["explicit_target", b"explicit_target"]) -> None: ...
+
+Global___TpuBackendConfig: typing_extensions.TypeAlias = TpuBackendConfig
+
+@typing.final
 class AppEndpointConfig(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -256,6 +273,7 @@ class BackendConfig(google.protobuf.message.Message):
     APP_CHANNEL_FIELD_NUMBER: builtins.int
     DIRECT_MEMORY_FIELD_NUMBER: builtins.int
     MEMORY_REGIONS_FIELD_NUMBER: builtins.int
+    TPU_FIELD_NUMBER: builtins.int
     @property
     def cuda(self) -> Global___CudaBackendConfig: ...
     @property
@@ -266,6 +284,8 @@ class BackendConfig(google.protobuf.message.Message):
     def direct_memory(self) -> Global___DirectMemoryBackendConfig: ...
     @property
     def memory_regions(self) -> Global___MemoryRegionsBackendConfig: ...
+    @property
+    def tpu(self) -> Global___TpuBackendConfig: ...
     def __init__(
         self,
         *,
@@ -274,10 +294,11 @@ class BackendConfig(google.protobuf.message.Message):
         app_channel: Global___AppChannelConfig | None = ...,
         direct_memory: Global___DirectMemoryBackendConfig | None = ...,
         memory_regions: Global___MemoryRegionsBackendConfig | None = ...,
+        tpu: Global___TpuBackendConfig | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["app_channel", b"app_channel", "app_endpoint", b"app_endpoint", "backend", b"backend", "cuda", b"cuda", "direct_memory", b"direct_memory", "memory_regions", b"memory_regions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["app_channel", b"app_channel", "app_endpoint", b"app_endpoint", "backend", b"backend", "cuda", b"cuda", "direct_memory", b"direct_memory", "memory_regions", b"memory_regions"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["backend", b"backend"]) -> typing.Literal["cuda", "app_endpoint", "app_channel", "direct_memory", "memory_regions"] | None: ...
+    def HasField(self, field_name: typing.Literal["app_channel", b"app_channel", "app_endpoint", b"app_endpoint", "backend", b"backend", "cuda", b"cuda", "direct_memory", b"direct_memory", "memory_regions", b"memory_regions", "tpu", b"tpu"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["app_channel", b"app_channel", "app_endpoint", b"app_endpoint", "backend", b"backend", "cuda", b"cuda", "direct_memory", b"direct_memory", "memory_regions", b"memory_regions", "tpu", b"tpu"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["backend", b"backend"]) -> typing.Literal["cuda", "app_endpoint", "app_channel", "direct_memory", "memory_regions", "tpu"] | None: ...
 
 Global___BackendConfig: typing_extensions.TypeAlias = BackendConfig
 
