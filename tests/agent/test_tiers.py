@@ -159,9 +159,6 @@ async def test_a_disk_that_turns_read_only_loses_nothing(
     assert buffers.spilled("g/a/1") == 3 * MIB
     stale = written(tmp_path)
 
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", read_only)
         buffers.release("g/b/1")
@@ -175,6 +172,81 @@ async def test_a_disk_that_turns_read_only_loses_nothing(
     buffers.free("g/b/1")
     assert files(tmp_path) == []
     buffers.close()
+
+
+async def after_the_agent(buffers: HostBuffers, name: str, folder: Path) -> HostBuffers:
+    """The next one's, with the file that the process has kept; what is on disk is found there."""
+    kept = os.dup(buffers.descriptor(name))
+    buffers.close()
+    again = HostBuffers(buffers.budget, disk=DiskTier(folder, 20 * MIB))
+    again.adopt(name, kept, held=True)
+    await again.fetch(name)
+    return again
+
+
+def read_only(*_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["went and came back", "wanted meanwhile"])
+async def test_what_a_read_only_disk_kept_is_not_taken_for_the_state_by_the_next_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    """It can be written again by then, and the agent was killed before it could remove anything."""
+    disk = DiskTier(tmp_path, 20 * MIB)
+    buffers, write = HostBuffers(5 * MIB, disk=disk), disk.write
+    await filled(buffers, "g/a/1", 4 * MIB)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(name: str, fd: int, size: int) -> None:
+        begun.set()
+        await go_on.wait()
+        await write(name, fd, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", read_only)
+        patch.setattr(disk, "write", slow)
+        other = asyncio.create_task(buffers.reserve("g/b/1", 4 * MIB))
+        await begun.wait()
+        fetching = asyncio.create_task(buffers.fetch("g/a/1")) if wanted else None
+        await asyncio.sleep(0)
+        go_on.set()
+        if fetching is not None:
+            await fetching
+            with pytest.raises(NoHostMemory, match="in use"):
+                await other
+        else:
+            await other
+            assert buffers.spilled("g/a/1") == 4 * MIB
+            buffers.release("g/b/1")
+            await buffers.fetch("g/a/1")
+    now = random.Random("another step").randbytes(4 * MIB)
+    os.pwrite(buffers.descriptor("g/a/1"), now, 0)
+    assert written(tmp_path).exists()
+    again = await after_the_agent(buffers, "g/a/1", tmp_path)
+    assert os.pread(again.descriptor("g/a/1"), 4 * MIB, 0) == now
+    assert (again.spilled("g/a/1"), files(tmp_path)) == (0, [])
+    again.close()
+
+
+async def test_an_agent_that_ends_half_way_back_from_disk_leaves_the_state_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers = HostBuffers(5 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    content = await filled(buffers, "g/a/1", 4 * MIB)
+    for _ in range(2):  # the mark of the first way back does not outlive the second way out
+        await buffers.reserve("g/b/1", 4 * MIB)
+        buffers.release("g/b/1")
+        await buffers.fetch("g/a/1")
+    await buffers.reserve("g/b/1", 4 * MIB)
+    buffers.release("g/b/1")
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_module, "_read", read_only)
+        with pytest.raises(Damaged):
+            await buffers.fetch("g/a/1")  # the pages are there, and nothing in them
+    again = await after_the_agent(buffers, "g/a/1", tmp_path)
+    assert os.pread(again.descriptor("g/a/1"), 4 * MIB, 0) == content
+    again.close()
 
 
 # ── the budget ─────────────────────────────────────────────────────────────

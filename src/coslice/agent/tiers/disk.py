@@ -15,6 +15,7 @@ import json
 import logging
 import mmap
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -215,6 +216,18 @@ def _mapped(fd: int, size: int) -> Iterator[memoryview]:
             yield view
         finally:
             view.release()
+
+
+def say_whole(fd: int, whole: bool) -> None:
+    """Mark a memory file: its content is there, and not on disk. The mark is on the file itself (others may
+    not read it), so that it outlives this agent with the process that has the file, and the next agent knows
+    which of the two to believe where a file on disk could not be removed."""
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    os.fchmod(fd, mode & ~stat.S_IROTH if whole else mode | stat.S_IROTH)
+
+
+def is_whole(fd: int) -> bool:
+    return not os.fstat(fd).st_mode & stat.S_IROTH
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

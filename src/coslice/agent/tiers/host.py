@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from coslice.agent.tiers.disk import DiskTier, NoDisk, punch, to_its_end
+from coslice.agent.tiers.disk import DiskTier, NoDisk, is_whole, punch, say_whole, to_its_end
 from coslice.agent.tiers.shared import SharedFiles, check_sealed
 from coslice.sizes import format_size
 
@@ -268,6 +268,7 @@ class HostBuffers:
         self._check_there(name, file)
         size = await self.disk.read(name, file.fd)
         self._check_there(name, file)
+        say_whole(file.fd, True)
         self.disk.free(name)
         file.held = True
         log.info("%s of %s are back from disk", format_size(size), name)
@@ -285,6 +286,8 @@ class HostBuffers:
         if name in self._files:
             os.close(fd)  # ours is the one in use
             return
+        if self.disk is not None and is_whole(fd):
+            self.disk.free(name)  # the last agent could not remove it
         self._holds += 1
         charged = min(status.st_size, status.st_blocks * 512)
         self._files[name] = _File(fd, charged, held, self._holds)
@@ -369,6 +372,7 @@ class HostBuffers:
             return
         async with self._changing(name, file):
             size = file.charged
+            say_whole(file.fd, True)
             try:
                 await self.disk.write(name, file.fd, size)
             except NoDisk as error:
@@ -382,6 +386,7 @@ class HostBuffers:
                 return
             # From here on it is on disk, and who needs it fetches it. The file is cut short, not only
             # emptied: a process that reads it all the same gets an error and not zeros.
+            say_whole(file.fd, False)
             file.charged, file.generation = 0, file.generation + 1
             await to_its_end(os.ftruncate, file.fd, 0)
             log.info("host memory is short: %s of %s went to disk", format_size(size), name)
