@@ -1,14 +1,16 @@
 """``coslice simulate`` and ``coslice bench sim``, as users and scripts call them."""
 
 import json
+import multiprocessing
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from coslice.cli.bench_sim import parts_of
+from coslice.cli.bench_sim import bench_sim, parts_of
 from coslice.cli.main import app
 from coslice.errors import ConfigError
 
@@ -124,6 +126,12 @@ def test_a_scenario_file(tmp_path: Path) -> None:
         (("a=1/2", "--swap-s", "1e300"), "--swap-s"),
         (("a=1/2", "--compare", ","), "'' is not a policy"),
         (("a=1/2", "--fault", "failed_moves=2"), "failed_moves 2: a number from 0 to 1"),
+        (("a=1e-9/0", "b=10/10"), "a has a step that takes no time"),
+        (("a=1e-5/0", "b=10/10"), "too many to play .*4e[+]08 of them of a"),
+        (("a=9/9", "--drift", "a:10:1e-12"), "too many to play"),
+        (("a=9/9", "--hours", "100000", "--fault", "crashes=3600"), "3.6e[+]08 faults"),
+        (("a=1/2", "--max-slowdown", "1.2"), "--max-slowdown and --declared are of --admission"),
+        (("a=1/2", "--declared"), "--max-slowdown and --declared are of --admission"),
     ],
 )
 def test_what_is_wrong_is_said(arguments: tuple[str, ...], error: str) -> None:
@@ -156,6 +164,8 @@ def test_what_is_wrong_is_said(arguments: tuple[str, ...], error: str) -> None:
         ("warmup", 1e8, "before the warmup of 1e"),
         ("max_hold", 0, "max_hold"),
         ("jobs", [], "there is no job"),
+        ("jobs.0.loop.0.0.seconds", 1e-9, "a step that takes no time"),
+        ("jobs.0.steps", 10**9, "1e[+]09 steps are too many to play"),
     ],
 )
 def test_a_scenario_that_cannot_be(tmp_path: Path, where: str, value: object, error: str) -> None:
@@ -175,16 +185,52 @@ def test_a_scenario_that_cannot_be(tmp_path: Path, where: str, value: object, er
         run("--scenario", str(path))
 
 
-def test_what_a_scenario_says_is_not_said_twice(tmp_path: Path) -> None:
-    path, out = tmp_path / "s.json", tmp_path / "out.json"
+def written(path: Path, **more: object) -> str:
     job = {"name": "a", "steps": 3, "loop": [[{"seconds": 5, "group": "p"}]]}
-    path.write_text(json.dumps({"pools": [{"name": "p"}], "jobs": [job], "policy": "shortest"}))
+    path.write_text(json.dumps({"pools": [{"name": "p"}], "jobs": [job], **more}))
+    return str(path)
+
+
+def test_what_a_scenario_says_is_not_said_twice(tmp_path: Path) -> None:
+    path, out = written(tmp_path / "s.json", policy="shortest"), tmp_path / "out.json"
     with pytest.raises(ConfigError, match="--swap-s, --fault: with --scenario"):
-        run("--scenario", str(path), "--swap-s", "3", "--fault", "crashes=1")
-    run("--scenario", str(path), "--json", str(out))
+        run("--scenario", path, "--swap-s", "3", "--fault", "crashes=1")
+    with pytest.raises(ConfigError, match="--swap-s, --overlap, --staleness: with --scenario"):
+        run("--scenario", path, "--swap-s", "0", "--overlap", "0", "--staleness", "0")
+    run("--scenario", path, "--json", str(out))
     assert json.loads(out.read_text())["policy"] == "shortest"
-    run("--scenario", str(path), "--policy", "fifo", "--json", str(out))
+    run("--scenario", path, "--policy", "fifo", "--json", str(out))
     assert json.loads(out.read_text())["policy"] == "fifo"
+
+
+def test_a_policy_that_no_pool_of_the_scenario_would_hear_is_refused(tmp_path: Path) -> None:
+    own, other = {"name": "p", "policy": "shortest"}, {"name": "q"}
+    path = written(tmp_path / "s.json", pools=[own])
+    for option in ("--policy", "--compare"):
+        with pytest.raises(ConfigError, match="every pool has one of its own in the file"):
+            run("--scenario", path, option, "fifo")
+    told = run("--scenario", written(tmp_path / "s.json", pools=[own, other]), "--policy", "fifo")
+    assert "these pools keep the policy that the file gives them: p (shortest)" in told
+
+
+def test_a_time_and_a_seed_go_before_those_of_the_scenario(tmp_path: Path) -> None:
+    job = {"name": "a", "loop": [[{"seconds": 5, "group": "p"}]]}
+    more = {"jobs": [job], "faults": {"crashes": 60}, "until": 3600, "warmup": 60, "seed": 5}
+    path, out = written(tmp_path / "s.json", **more), tmp_path / "out.json"
+    for hours, error in (("0", "--hours 0: give a time above 0"), ("0.01", "warmup takes 60 s")):
+        with pytest.raises(ConfigError, match=error):
+            run("--scenario", path, "--hours", hours)
+    starts = {}
+    for seed in ("5", "0", ""):
+        run("--scenario", path, *(("--seed", seed) if seed else ()), "--json", str(out))
+        starts[seed] = json.loads(out.read_text())["jobs"]["a"]["starts"]
+    assert starts[""] == starts["5"] != starts["0"]
+
+
+def test_a_time_too_short_for_any_step_has_no_savings(tmp_path: Path) -> None:
+    told = run("a=10/10", "--hours", "0.001")
+    assert "no job finished a whole step in that time" in told
+    assert "saved" not in told
 
 
 def test_a_foreign_scenario_is_refused(tmp_path: Path) -> None:
@@ -214,6 +260,23 @@ def test_the_bench_takes_a_process_for_each_core_and_no_more_than_have_a_part(tm
     result = CliRunner().invoke(app, ["bench", "sim", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
     assert json.loads(out.read_text())["processes"] == min(2, len(os.sched_getaffinity(0)))
+
+
+def test_a_bench_that_is_called_off_ends_its_processes_in_the_middle_of_a_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers: list[multiprocessing.process.BaseProcess] = []
+
+    def interrupted(number: int, count: int) -> None:
+        workers.extend(multiprocessing.active_children())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coslice.cli.bench_sim._say", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench_sim(processes=2, nodes=40, jobs=400, hours=24, out=None)
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [-signal.SIGTERM] * 2
 
 
 @pytest.mark.parametrize("processes", [1, 2, 16])

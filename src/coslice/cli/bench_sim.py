@@ -92,6 +92,8 @@ def _run(parts: list[Part], processes: int) -> list[Told]:
                 _say(number, len(parts))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()  # in the middle of a part, which takes seconds
             raise
         return [task.result() for task in tasks]
 

@@ -36,6 +36,7 @@ console = Console(highlight=False, emoji=False)
 if not console.is_terminal:
     console.width = 140  # nothing is cut off in a file
 POLICY = "fair_share"
+SLOWDOWN = 1.10
 MOST_FAULTS = {"crashes": MOST_A_HOUR, "outages": MOST_A_HOUR, "failed_moves": 1.0}
 STEPS = 200
 """By default the simulation lasts for so many steps of the job with the longest ones."""
@@ -47,20 +48,21 @@ class SimulateOptions(Struct, frozen=True, kw_only=True):
     policy: str = ""
     """Empty: the scenario's, or ``POLICY``."""
     compare: tuple[str, ...] = ()
-    swap_s: float = 0.0
+    swap_s: float | None = None
     bandwidth: str | None = None
-    overlap: float = 0.0
+    overlap: float | None = None
     device: str | None = None
     host: str | None = None
     staleness: float | None = None
     hours: float | None = None
     faults: tuple[str, ...] = ()
     admission: str = "off"
-    max_slowdown: float = 1.10
+    max_slowdown: float | None = None
     declared: bool = False
     drift: tuple[str, ...] = ()
     """``JOB:AT_S:FACTOR``, or with ``:on`` or ``:off`` behind it."""
-    seed: int = 0
+    seed: int | None = None
+    """None: the scenario's, or 0."""
     json: Path | None = None
     journal: Path | None = None
     replay: Path | None = None
@@ -72,6 +74,10 @@ def run_simulate(options: SimulateOptions) -> None:
     within("--swap-s", options.swap_s)
     within("--staleness", options.staleness)
     within("--hours", options.hours, most=LONGEST / 3600)
+    if options.hours == 0:
+        raise ConfigError("--hours 0: give a time above 0")
+    if options.admission == "off" and (options.max_slowdown is not None or options.declared):
+        raise ConfigError("--max-slowdown and --declared are of --admission: say warn or enforce there")
     for policy in (options.policy or POLICY, *options.compare):
         try:
             policy_named(policy)
@@ -111,7 +117,7 @@ def _one(scenario: Scenario, options: SimulateOptions, *, first: bool) -> Result
     """``first``: of several policies the first is the one that is drawn."""
     drawn = first and (options.journal or options.replay or options.perfetto)
     given = profiles(options.jobs, options.staleness) if options.declared else ()
-    gate = gate_of(options.admission, options.max_slowdown, given)
+    gate = gate_of(options.admission, options.max_slowdown or SLOWDOWN, given)
     if not drawn:
         report = simulate(scenario, progress=_progress(scenario), gate=gate)
         return report, gate.report() if gate is not None else None
@@ -149,11 +155,9 @@ def _scenario(options: SimulateOptions) -> Scenario:
         return _read_scenario(options.scenario, options)
     if not options.jobs:
         raise ConfigError("nothing to simulate: name profiles, logs or step files, or write NAME=ON/OFF")
-    jobs = [job_of(profile, seed=options.seed) for profile in profiles(options.jobs, options.staleness)]
+    jobs = [job_of(profile, seed=options.seed or 0) for profile in profiles(options.jobs, options.staleness)]
     longest = max(_step_s(job) for job in jobs)
     until = options.hours * 3600 if options.hours is not None else STEPS * longest
-    if until <= 0:
-        raise ConfigError(f"--hours {options.hours}: give a time above 0")
     pool = Pool(
         name="pool",
         device=parse_size(options.device) if options.device else 0,
@@ -167,7 +171,7 @@ def _scenario(options: SimulateOptions) -> Scenario:
         cost=_cost(options),
         policy=options.policy or POLICY,
         faults=_faults(options.faults),
-        seed=options.seed,
+        seed=options.seed or 0,
         until=until,
         warmup=min(longest, until / 10),
     )
@@ -204,13 +208,13 @@ def _step_s(job: Job) -> float:
 
 
 def _cost(options: SimulateOptions) -> SwapCost:
-    base = whole_swap(options.swap_s)
-    if not 0 <= options.overlap <= 1:
-        raise ConfigError(f"--overlap {options.overlap}: a share from 0 to 1")
+    base, overlap = whole_swap(options.swap_s or 0.0), options.overlap or 0.0
+    if not 0 <= overlap <= 1:
+        raise ConfigError(f"--overlap {overlap}: a share from 0 to 1")
     rate = float(parse_size(options.bandwidth)) if options.bandwidth else math.inf
     if rate <= 0:
         raise ConfigError("--bandwidth 0: bytes a second, as in 20GiB")
-    return msgspec.structs.replace(base, out_rate=rate, in_rate=rate, overlap=options.overlap)
+    return msgspec.structs.replace(base, out_rate=rate, in_rate=rate, overlap=overlap)
 
 
 def _faults(words: Sequence[str]) -> Faults:
@@ -232,21 +236,40 @@ def _read_scenario(path: Path, options: SimulateOptions) -> Scenario:
     said = {
         "--swap-s": options.swap_s, "--bandwidth": options.bandwidth, "--overlap": options.overlap,
         "--device": options.device, "--host": options.host, "--staleness": options.staleness,
-        "--fault": options.faults, "--declared": options.declared,
+        "--fault": options.faults or None, "--declared": options.declared or None,
     }  # fmt: skip
-    if given := [option for option, value in said.items() if value]:
+    if given := [option for option, value in said.items() if value is not None]:
         raise ConfigError(f"{', '.join(given)}: with --scenario that is said in the file")
     found = read_scenario(path)
-    hours = found.until if options.hours is None else options.hours * 3600
-    policy = options.policy or found.policy
-    return msgspec.structs.replace(found, until=hours, seed=options.seed or found.seed, policy=policy)
+    until = found.until if options.hours is None else options.hours * 3600
+    if until and found.warmup >= until:
+        raise ConfigError(f"--hours {options.hours:g}: the scenario's warmup takes {found.warmup:g} s")
+    if options.policy or options.compare:
+        _check_heard(found)
+    seed = found.seed if options.seed is None else options.seed
+    return msgspec.structs.replace(found, until=until, seed=seed, policy=options.policy or found.policy)
+
+
+def _check_heard(scenario: Scenario) -> None:
+    """A policy of the command line is that of the groups which name none."""
+    own = [f"{pool.name} ({pool.policy})" for pool in scenario.pools if pool.policy]
+    if len(own) == len(scenario.pools):
+        raise ConfigError(
+            f"--policy, --compare: every pool has one of its own in the file, {', '.join(own)}: "
+            "take it out there"
+        )
+    if own:
+        print(
+            f"coslice: these pools keep the policy that the file gives them: {', '.join(own)}",
+            file=sys.stderr,
+        )
 
 
 # ── what is said ───────────────────────────────────────────────────────────
 
 
 def _print(report: Report) -> None:
-    if len(report.jobs) <= 40:
+    if 0 < len(report.jobs) <= 40:
         table = Table(box=None, pad_edge=False)
         for column in ("job", "steps", "alone", "sharing", "slowdown", "worst 10", "wait p50", "p90", "max"):
             table.add_column(column, justify="left" if column == "job" else "right")
@@ -261,7 +284,7 @@ def _print(report: Report) -> None:
                 *(f"{value:.1f} s" for value in (job.wait.p50, job.wait.p90, job.wait.max)),
             )
         console.print(table)
-    else:
+    elif report.jobs:
         spread = report.slowdown_spread
         console.print(
             f"{len(report.jobs)} jobs: slowdown mean {spread.mean:.3f}, p50 {spread.p50:.3f}, "
@@ -271,6 +294,9 @@ def _print(report: Report) -> None:
         f"useful duty {100 * report.useful_duty:.1f} % of a bound of {100 * report.duty_bound:.1f} %; "
         f"{report.swaps} swaps take {100 * _swap_duty(report):.1f} %; policy {report.policy}"
     )
+    if not report.jobs:
+        console.print("no job finished a whole step in that time")
+        return
     saved = 1 - report.gpu_hours_per_step / (report.gpu_hours_per_step_solo or math.inf)
     console.print(
         f"GPU-hours per step: {report.gpu_hours_per_step:.3f}, and {report.gpu_hours_per_step_solo:.3f} with "

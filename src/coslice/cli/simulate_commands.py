@@ -31,8 +31,11 @@ def simulate(
         str | None, typer.Option(metavar="POLICY,…", help="Several policies, side by side in one table.")
     ] = None,
     swap_s: Annotated[
-        float, typer.Option("--swap-s", min=0.0, help="Seconds of a whole hand-over, half for each way.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            "--swap-s", min=0.0, help="Seconds of a whole hand-over, half for each way. Default: 0."
+        ),
+    ] = None,
     bandwidth: Annotated[
         str | None,
         typer.Option(
@@ -40,8 +43,9 @@ def simulate(
         ),
     ] = None,
     overlap: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of the way in that runs beside the way out.")
-    ] = 0.0,
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Share of the way in that runs beside the way out. Default: 0."),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Device memory per node: who fits beside others stays there."),
@@ -72,8 +76,9 @@ def simulate(
         ),
     ] = "off",
     max_slowdown: Annotated[
-        float, typer.Option(min=1.0, metavar="X", help="With --admission: the bound of each job.")
-    ] = 1.10,
+        float | None,
+        typer.Option(min=1.0, metavar="X", help="With --admission: the bound of each job. Default: 1.1."),
+    ] = None,
     declared: Annotated[
         bool, typer.Option("--declared", help="With --admission: jobs say at the door what they will do.")
     ] = False,
@@ -89,7 +94,12 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="Groups, jobs, arrivals and costs as JSON, in place of JOB…."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn: faults, phases known by quantiles.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Of what is drawn: faults, phases known by quantiles. Default: the scenario's, or 0."
+        ),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")
     ] = None,

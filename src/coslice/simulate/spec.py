@@ -9,6 +9,10 @@ from msgspec.structs import replace
 from coslice.errors import ConfigError
 
 GIB = 1 << 30
+SHORTEST_S = 1e-6
+"""Of a step: less is a slip of the pen, and a ratio to it says nothing."""
+MOST_STEPS = 20_000_000
+"""Of all jobs, with the faults: hours of computing. What would take more is refused, not begun."""
 
 
 class Stretch(Struct, frozen=True):
@@ -158,6 +162,7 @@ def check(scenario: Scenario) -> None:
         _check_job(job, pools)
     if not scenario.until and any(not job.steps for job in scenario.jobs):
         raise ConfigError("a job that never leaves needs an end: give a time, or steps to every job")
+    _check_length(scenario)
 
 
 def groups_of(job: Job) -> tuple[str, ...]:
@@ -175,9 +180,44 @@ def _check_job(job: Job, pools: set[str]) -> None:
     seconds = [part.seconds for one in (*job.produce, *job.loop) for part in one]
     if not all(0 <= one < math.inf for one in seconds):
         raise ConfigError(f"{job.name}: durations must be 0 or more seconds, and finite")
-    if any(sum(part.seconds for part in one) <= 0 for one in job.loop) and not job.produce:
-        raise ConfigError(f"{job.name} has a step that takes no time: some stretch of it must last")
+    if max(_least_s(job.loop), _least_s(job.produce)) < SHORTEST_S:
+        raise ConfigError(
+            f"{job.name} has a step that takes no time, or less than {SHORTEST_S:g} s: some stretch must last"
+        )
     if not all(drift.at >= 0 and 0 < drift.factor < math.inf for drift in job.drift):
         raise ConfigError(f"{job.name}: a drift begins at 0 s or later, and its factor is above 0")
     if job.staleness < 0:
         raise ConfigError(f"{job.name}: a staleness of {job.staleness} batches; give 0 or more")
+
+
+def _check_length(scenario: Scenario) -> None:
+    """Could it be played within hours? From the mean steps of jobs that wait for nobody."""
+    until, faults = scenario.until or math.inf, scenario.faults
+    steps = {job.name: _most_steps(job, until) for job in scenario.jobs}
+    nodes = sum(pool.nodes for pool in scenario.pools)
+    hourly = faults.crashes * len(scenario.jobs) + faults.outages * nodes
+    broken = hourly * scenario.until / 3600
+    if sum(steps.values()) + broken <= MOST_STEPS:
+        return
+    most = max(steps, key=lambda name: steps[name])
+    if broken > steps[most]:
+        raise ConfigError(f"{broken:.2g} faults in {until:g} s are too many to play: ask for less time")
+    raise ConfigError(
+        f"{sum(steps.values()):.2g} steps are too many to play ({MOST_STEPS:.2g} at most), "
+        f"{steps[most]:.2g} of them of {most}: ask for less time, or leave it out"
+    )
+
+
+def _most_steps(job: Job, until: float) -> float:
+    shrinks = math.prod(min(1.0, drift.factor) for drift in job.drift)
+    mean = max(_mean_s(job.loop), _mean_s(job.produce)) * shrinks
+    some = max(0.0, until - job.arrival) / mean if mean > 0 else math.inf
+    return min(some, job.steps or math.inf)
+
+
+def _mean_s(passes: tuple[Pass, ...]) -> float:
+    return sum(part.seconds for one in passes for part in one) / max(1, len(passes))
+
+
+def _least_s(passes: tuple[Pass, ...]) -> float:
+    return min((sum(part.seconds for part in one) for one in passes), default=0.0)
