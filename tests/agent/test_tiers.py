@@ -5,7 +5,7 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -508,7 +508,17 @@ async def restored(buffers: HostBuffers, member: Member) -> Restored:
     return await AppChannelBackend(buffers, move_timeout=30.0).restore([member], op="1")
 
 
-async def test_who_may_be_writing_to_its_buffer_after_all_keeps_its_pages(tmp_path: Path) -> None:
+async def heard(channel: OpenChannel) -> AsyncIterator[pb.WorkloadCommand]:
+    """What was sent so far."""
+    channel.end()
+    while (command := await channel.next()) is not None:
+        yield command
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["nothing else", "another move has begun"])
+async def test_who_may_be_writing_to_its_buffer_after_all_keeps_its_pages_until_its_state_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
     """It did not answer in time, and is told to bring back what it wrote when it does."""
     member = lone_member("a", os.getpid(), backend="")
     member.device, member.state_bytes, channel = "host", 3 * MIB, OpenChannel()
@@ -522,6 +532,33 @@ async def test_who_may_be_writing_to_its_buffer_after_all_keeps_its_pages(tmp_pa
     with pytest.raises(NoHostMemory):
         await buffers.reserve("g/b/1", 3 * MIB)
     assert os.pread(file, 5, 0) == b"state"
+    member.moved(pb.Moved(op="1/out", bytes=3 * MIB))
+    commands = [command async for command in heard(channel)]
+    (late,) = (command.move_in.op for command in commands if command.WhichOneof("kind") == "move_in")
+    if again:
+        begun, go_on, reserve = asyncio.Event(), asyncio.Event(), buffers.reserve
+
+        async def slow(name: str, size: int) -> None:
+            await reserve(name, size)
+            begun.set()
+            await go_on.wait()
+
+        monkeypatch.setattr(buffers, "reserve", slow)
+        member.parked = False
+        backend = AppChannelBackend(buffers, move_timeout=0.01)
+        moving = asyncio.create_task(backend.snapshot([member], op="2"))
+        await begun.wait()
+        monkeypatch.undo()
+    member.moved(pb.Moved(op=late))
+    if again:
+        with pytest.raises(NoHostMemory):
+            await buffers.reserve("g/b/1", 3 * MIB)
+        go_on.set()
+        with pytest.raises(MoveError):
+            await moving
+    else:
+        await buffers.reserve("g/b/1", 3 * MIB)
+    assert not member.sleeps
     member.close()
     buffers.close()
 

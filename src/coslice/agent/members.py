@@ -120,6 +120,8 @@ class Member:
     """Anonymous memory when all its state had last left, as measured; 0: it never had."""
     unsure: bool = False
     """It did not answer an order to move out in time: some of the state may have left on it."""
+    returned: "Callable[[], None] | None" = None
+    """Told once when its state is back on a late answer, for which no move waited any more."""
     residual: int = 0
     """What was left on the device when its state had moved out; counts while it is parked."""
     process: Process | None = None
@@ -236,6 +238,9 @@ class Member:
             self.ahead = 0  # it is coming
             late = pb.MoveIn(op=f"{answer.op.removesuffix(OUT)}/late{BACK}", deadline_s=0)
             self._channel.send(pb.WorkloadCommand(move_in=late))
+        elif not out and pending is None and self.returned is not None:
+            returned, self.returned, self.unsure = self.returned, None, False
+            returned()
 
     def refused(self, answer: pb.MoveFailed) -> None:
         if (pending := self._pending) is None or pending.op != answer.op or pending.answer.done():

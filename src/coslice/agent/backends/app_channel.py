@@ -7,6 +7,7 @@ moved are moved back, so a failed snapshot leaves the job as it was.
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,8 @@ class AppChannelBackend(Defaults):
     ) -> Snapshotted:
         """``orders``: what each of ``leaving`` is to move."""
         began = time.monotonic()
+        for member in leaving:
+            member.returned = None  # its buffer is ours from here on
         await self._make_room(leaving, orders)
         for member in leaving:  # what left on an order that it did not answer in time has left all the same
             member.full = max(member.full if member.unsure else 0, _measure(member))
@@ -180,6 +183,7 @@ class AppChannelBackend(Defaults):
         return await member.move(move.op, pb.WorkloadCommand(move_out=move), timeout=self._timeout)
 
     async def _move_in(self, member: Member, op: str) -> pb.Moved:
+        member.returned = None
         await self._handed_back(member)
         try:
             await self._buffers.fetch(member.buffer)  # from disk, if it is there
@@ -214,8 +218,11 @@ class AppChannelBackend(Defaults):
             if isinstance(result, BaseException):
                 log.error("job %s: process %d was not rolled back: %s", member.job, member.pid, result)
         for member in members:
-            if not member.sleeps and not member.unsure:  # it may be writing to it, and will read it again
-                self._buffers.release(member.buffer)
+            release = functools.partial(self._buffers.release, member.buffer)
+            if member.sleeps or member.unsure:  # it may be writing to it, and will read it again
+                member.returned = release
+            else:
+                release()
 
     async def _verify(
         self,
