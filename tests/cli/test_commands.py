@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from cli.conftest import COSLICE, ENVIRONMENT, Start, coslice, in_process, run_arguments
 
+from coslice.cli.run import job_environment
+
 SCRIPT = """
 import os, sys
 import coslice
@@ -149,6 +151,17 @@ def test_the_child_that_becomes_the_command_has_no_threads_of_grpc_and_the_users
     given = {name: value for name, value in json.loads(told).items() if not name.startswith("COSLICE_")}
     assert given.pop("THP_MEM_ALLOC_ENABLE") == "1"
     assert given == ENVIRONMENT, "what we set for ourselves is not the command's"
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["in a shell", "in another job"])
+def test_what_another_job_was_given_is_not_this_ones(within: bool) -> None:
+    given = {"COSLICE_BACKEND": "cuda", "COSLICE_PROFILE": "{}", "COSLICE_ACCELERATOR_CPUS": "3", "HOME": "/"}
+    base = {**given, "COSLICE_INCARNATION": "another"} if within else given
+    made = job_environment(
+        base, job="b", groups=("g",), need=0, world=0, orchestrator="here:1", agent="", cpus=()
+    )
+    assert {name: made[name] for name in given if name in made} == ({"HOME": "/"} if within else given)
+    assert made["COSLICE_INCARNATION"] != "another"
 
 
 def test_memory_for_one_job_and_the_disk_behind_it_are_options(up: Start, tmp_path: Path) -> None:

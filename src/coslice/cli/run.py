@@ -25,6 +25,7 @@ from coslice.sizes import format_size, parse_size
 from coslice.wire.v1 import coslice_pb2 as pb
 
 _PR_SET_PDEATHSIG = 1
+_OF_ONE_JOB = ("COSLICE_BACKEND", "COSLICE_DEVICE", "COSLICE_PROFILE", "COSLICE_ACCELERATOR_CPUS")
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,9 @@ def job_environment(
 ) -> dict[str, str]:
     """The environment of a job's processes: ``base`` plus the variables that make it a job."""
     environment = dict(base)
+    if "COSLICE_INCARNATION" in base:  # a job starts another: what it was given is not the other's
+        for name in _OF_ONE_JOB:
+            environment.pop(name, None)
     environment |= {
         "COSLICE_ORCHESTRATOR": orchestrator,
         "COSLICE_JOB": job,
