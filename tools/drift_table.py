@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    profiles = read_all(args.traces) if args.traces else []
+    profiles = read_all(args.traces, note=print) if args.traces else []
     chosen = sets(profiles, args)
     print(f"{len(chosen)} sets, bound {args.max_slowdown:g}, swaps of {args.swap_s:g} s, x {args.factor:g}\n")
     print("| what grows | admission | within the bound | of rolling means | worst set | sets changed: policy,"

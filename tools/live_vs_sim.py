@@ -349,7 +349,7 @@ def main() -> None:
     from coslice.profile.read import read_all
     from coslice.simulate.from_profile import job_of
 
-    jobs = [job_of(profile) for profile in read_all(options.traces)]
+    jobs = [job_of(profile) for profile in read_all(options.traces, note=print)]
     pairs = [list(pair) for pair in itertools.combinations(jobs, 2)]
     if options.pairs and options.pairs < len(pairs):
         pairs = random.Random(options.seed).sample(pairs, options.pairs)

@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    jobs = [job_of(profile) for profile in read_all(options.traces)]
+    jobs = [job_of(profile) for profile in read_all(options.traces, note=print)]
     policies = options.policies.split() if " " in options.policies else options.policies.split(",")
     for size, wanted in ((2, options.pairs), (3, options.triples)):
         sets = list(itertools.combinations(jobs, size))

@@ -209,6 +209,13 @@ def test_an_empty_folder(tmp_path: Path) -> None:
         call(str(tmp_path))
 
 
+def test_a_foreign_file_in_a_folder_is_told_beside_the_answer(profiles: Path) -> None:
+    (profiles / "index.json").write_text("[]")
+    result = runner.invoke(app, ["plan", str(profiles), "--json", "-"], catch_exceptions=False)
+    assert len(json.loads(result.stdout)["slowdown"]) == 3
+    assert "only its profiles are taken, not index.json" in result.stderr
+
+
 def test_the_example(tmp_path: Path) -> None:
     """As its page says, with the real command."""
     command = shutil.which("coslice", path=str(Path(__import__("sys").executable).parent))

@@ -314,8 +314,46 @@ def test_names_of_several_files_differ(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "train.log").write_text(samples.verl_colocated_log())
-    found = read_all([tmp_path / "a" / "train.log", tmp_path / "b" / "train.log"])
+    found = read_all([tmp_path / "a" / "train.log", tmp_path / "b" / "train.log"], note=print)
     assert [profile.name for profile in found] == ["train", "train-2"]
+
+
+def in_a_folder(folder: Path, **texts: str) -> Path:
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    (folder / "checkpoints").mkdir()
+    return folder
+
+
+def test_a_folder_of_logs_is_read_and_what_else_is_in_it_is_told(tmp_path: Path) -> None:
+    log = samples.verl_colocated_log()
+    folder = in_a_folder(
+        tmp_path / "runs", one_log=log, two_log=log, index_json="[]", weights_bin=log, e_log=""
+    )
+    said: list[str] = []
+    found = read_all([folder], note=said.append)
+    assert [profile.name for profile in found] == ["one", "two"]
+    assert said == [f"{folder}: no record of a job in checkpoints, e.log, index.json, weights.bin"]
+
+
+def test_the_logs_that_profiles_of_a_folder_were_made_of_are_no_jobs_beside_them(
+    tmp_path: Path,
+) -> None:
+    folder = in_a_folder(tmp_path / "runs", one_log=samples.verl_colocated_log(), plan_json='{"groups": []}')
+    (profile,) = read_profiles(folder / "one.log")
+    (folder / "one.json").write_bytes(encode_profile(profile))
+    said: list[str] = []
+    assert [profile.name for profile in read_all([folder], note=said.append)] == ["one"]
+    assert said == [f"{folder}: only its profiles are taken, not checkpoints, one.log, plan.json"]
+
+
+def test_a_folder_of_nothing_that_can_be_read_is_refused_and_a_broken_file_in_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no profile or record .* folder \(a.md, checkpoints\)"):
+        read_all([in_a_folder(tmp_path / "none", a_md="# words")], note=print)
+    broken = in_a_folder(tmp_path / "broken", one_json='{"coslice_profile": 1, "name": 5}')
+    with pytest.raises(ConfigError, match=r"one\.json"):
+        read_all([broken], note=print)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])

@@ -16,6 +16,7 @@ from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
 
 TIMEOUT = 5.0
 SERVICE = "coslice.v1.Orchestrator"
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class _Shows(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
@@ -74,8 +75,10 @@ def _leader(addresses: str) -> str:
                 pb_grpc.OrchestratorStub(channel).Explain(pb.ExplainRequest(), timeout=TIMEOUT)
                 return dial.address
             except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or dial.failed(error.trailing_metadata()):
-                    return first if error.code() is grpc.StatusCode.UNAVAILABLE else dial.address
+                if error.code() not in _AWAY:
+                    return dial.address
+                if dial.failed(error.trailing_metadata()):
+                    return first
 
 
 def _explained(error: grpc.RpcError, address: str) -> Exception:
@@ -91,7 +94,7 @@ def _explained(error: grpc.RpcError, address: str) -> Exception:
         return Denied(f"the orchestrator at {address} says no: {details}")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return ConfigError(details)
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+    if code in _AWAY:
         if details.startswith(f"{STANDS_BY}; no leader"):
             return OrchestratorUnreachable(
                 f"{address}: no orchestrator leads now. Does the store answer that they elect in? Their logs "
