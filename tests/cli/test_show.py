@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import io
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -53,6 +54,18 @@ async def test_a_standby_names_the_leader(world: World) -> None:
     app._election.hearsay.leader = Seat("leader:1", id="it")
     with pytest.raises(OrchestratorUnreachable, match="stands by; the leader is at leader:1"):
         await asyncio.to_thread(group_status, app.address)
+
+
+async def test_of_several_addresses_one_that_is_silent_is_passed_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was cut off refuses nothing: only time tells."""
+    monkeypatch.setattr("coslice.cli.rpc.TIMEOUT", 2.0)
+    app = await world.start()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        state = await asyncio.to_thread(group_status, f"{host}:{port},{app.address}")
+    assert [group.group for group in state.groups] == ["pool"]
 
 
 async def test_explain_prints_names_as_they_are(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,23 +2,20 @@
 
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from coslice.cli.finite import within
-from coslice.cli.profile import write
+from coslice.cli.profile import note, write
 from coslice.errors import ConfigError
-
-if TYPE_CHECKING:
-    from coslice.profile.model import Profile
 
 
 def plan(
     profiles: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PROFILE…", help="Profiles, folders of profiles, or any file that coslice profile reads."
+            metavar="PROFILE…", help="Profiles, any file that coslice profile reads, or folders of them."
         ),
     ],
     cluster: Annotated[
@@ -78,13 +75,14 @@ def plan(
     from coslice.plan.explain import explain
     from coslice.plan.groupsfile import format_groups
     from coslice.plan.picture import page, svg
+    from coslice.profile.read import read_all
 
     if picture is not None and picture.suffix not in (".svg", ".html"):
         raise ConfigError(f"--picture {picture}: its name ends in .svg or .html")
     within("--swap-s", swap_s)
     within("--budget", budget)
     where = load_cluster(cluster, swap_s=swap_s)
-    found = _read(profiles)
+    found = read_all(profiles, note=note)
     made = make_plan(
         found,
         cluster=where,
@@ -109,21 +107,6 @@ def plan(
         units = units_of(found, where, max_slowdown)
         draw = page if picture.suffix == ".html" else svg
         write(picture, draw(made, units).encode())
-
-
-def _read(paths: list[Path]) -> "list[Profile]":
-    from coslice.profile.read import read_all
-
-    files: list[Path] = []
-    for path in paths:
-        if not path.is_dir():
-            files.append(path)
-            continue
-        inside = sorted(file for file in path.iterdir() if file.suffix == ".json")
-        if not inside:
-            raise ConfigError(f"{path}: no profile (.json) in this folder; coslice profile --out writes them")
-        files += inside
-    return read_all(files)
 
 
 def groups_given(group: list[str] | None, file: Path | None, *, node: str | None = None) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """``coslice profile``: what a job's log says about sharing, on one screen, and the profile as a file."""
 
 import json as json_module
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,8 @@ def profile(
         list[Path] | None,
         typer.Argument(
             metavar="FILE…",
-            help="Journals, veRL logs, trainer_state.json, step files, GPU-utilisation CSVs, profiles.",
+            help="Journals, veRL logs, trainer_state.json, step files, GPU-utilisation CSVs, profiles; or "
+            "folders of them.",
         ),
     ] = None,
     out: Annotated[
@@ -154,7 +156,7 @@ def _profiles(
         return [given_profile(name or "given", busy=busy, period=period, options=options, state_bytes=size)]
     if not files:
         raise ConfigError(f"name a file to read ({KNOWN}), or give --busy and --period")
-    profiles = read_all(files, options)
+    profiles = read_all(files, options, note=note)
     if name and len(profiles) > 1:
         raise ConfigError(f"--name is for one profile, and these files hold {len(profiles)}")
     return [replace(profiles[0], name=name)] if name else profiles
@@ -168,6 +170,11 @@ def _roles(texts: list[str]) -> dict[str, str]:
             raise ConfigError(f"--role {text!r}: write the GPU's index and its role, such as 0=trainer")
         roles[device] = role
     return roles
+
+
+def note(text: str) -> None:
+    """Beside the answer, which may be read by a program."""
+    print(f"coslice: {text}", file=sys.stderr)
 
 
 def write(path: Path, data: bytes) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from coslice.admission.simulated import AdmissionReport
 from coslice.cli.finite import within
+from coslice.cli.profile import note
 from coslice.cli.scenario import MOST_A_HOUR, read_scenario
 from coslice.cli.simulate_admission import drifting, gate_of
 from coslice.cli.simulate_admission import told as say_admission
@@ -181,7 +182,7 @@ def profiles(names: Sequence[str], staleness: float | None) -> list[Profile]:
     """Of files, and of jobs written as ``NAME=ON/OFF`` (seconds)."""
     read = ReadOptions(staleness=staleness)
     given = [name for name in names if _is_given(name)]
-    found = read_all([Path(name) for name in names if not _is_given(name)], read)
+    found = read_all([Path(name) for name in names if not _is_given(name)], read, note=note)
     return [*found, *(_given(text, read) for text in given)]
 
 
@@ -259,10 +260,7 @@ def _check_heard(scenario: Scenario) -> None:
             "take it out there"
         )
     if own:
-        print(
-            f"coslice: these pools keep the policy that the file gives them: {', '.join(own)}",
-            file=sys.stderr,
-        )
+        note(f"these pools keep the policy that the file gives them: {', '.join(own)}")
 
 
 # ── what is said ───────────────────────────────────────────────────────────
