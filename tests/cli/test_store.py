@@ -5,6 +5,7 @@ import shutil
 import socket
 import sqlite3
 import stat
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -202,3 +203,12 @@ def test_a_shared_store_that_is_away_is_told_with_its_address_and_what_to_do(
             with pytest.raises(StoreError, match=f"{address}.* did not answer within 0.2 s.*--timeout"):
                 store(*command, *away)
     assert not (tmp_path / "made").exists()
+
+
+def test_a_shared_store_without_its_package_names_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    for command in (("show",), ("backup", tmp_path / "made"), ("restore", RECORDED)):
+        with pytest.raises(ConfigError, match=r"pip install 'coslice\[ha\]'"):
+            store(*command, "--store", "etcd://127.0.0.1:1/t")

@@ -31,11 +31,10 @@ def make_election(location: str, *, seat: Seat, ttl: float = DEFAULT_TTL) -> Ele
     scheme, colon, rest = location.partition(":")
     if not shared(location):
         return Alone(make_store(rest if colon and scheme == "sqlite" else location))
-    try:
-        from coslice.store.etcd_election import EtcdElection
-        from coslice.store.kube_election import LeaseElection
-    except ImportError as error:
-        raise ConfigError(f"{scheme} is spoken over HTTP: pip install 'coslice[ha]' ({error})") from error
+    check_http(scheme)
+    from coslice.store.etcd_election import EtcdElection
+    from coslice.store.kube_election import LeaseElection
+
     if scheme == KUBERNETES:
         return LeaseElection(parse_kubernetes(location), seat=seat, ttl=ttl)
     return EtcdElection(parse_etcd(location), seat=seat, ttl=ttl)
@@ -60,6 +59,14 @@ def check_location(location: str, *, insecure: bool) -> None:
         )
 
 
+def check_http(scheme: str) -> None:
+    """Raises ``ConfigError`` where the package is missing that these stores need."""
+    try:
+        import httpx  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{scheme} is spoken over HTTP: pip install 'coslice[ha]' ({error})") from error
+
+
 def shared(location: str) -> bool:
     """Is the state where several orchestrators reach it?"""
     return location.startswith((f"{ETCD}://", f"{ETCD_TLS}://", f"{KUBERNETES}://"))
@@ -74,6 +81,7 @@ __all__ = [
     "SqliteStore",
     "Store",
     "Tenure",
+    "check_http",
     "check_location",
     "make_election",
     "make_store",

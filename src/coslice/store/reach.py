@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from coslice.errors import ConfigError
-from coslice.store import DEFAULT_TTL, Seat, Store, make_election, make_store, shared
+from coslice.store import DEFAULT_TTL, Seat, Store, check_http, make_election, make_store, shared
 from coslice.store.backup import Values, put_back
 from coslice.store.base import StoreError
 from coslice.store.etcd_location import parse_etcd
@@ -64,6 +64,8 @@ async def replace(
 async def _reading(location: str, patience: float) -> AsyncIterator[Store]:
     async with contextlib.AsyncExitStack() as stack:
         store: Store
+        if shared(location):
+            check_http(location.partition(":")[0])
         if not shared(location):
             store = make_store(_existing(location.removeprefix("sqlite:")))
         elif location.startswith(f"{KUBERNETES}://"):
