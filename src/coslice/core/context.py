@@ -20,6 +20,7 @@ from coslice.core.effects import NodeEffect, ReasonCode
 from coslice.core.events import NodeEvent
 from coslice.core.holdings import (
     MIB,
+    TRYING,
     Context,
     Effort,
     Holdings,
@@ -35,6 +36,7 @@ from coslice.core.holdings import (
     find,
     in_transit,
     mib,
+    placed,
 )
 from coslice.core.ids import MemberId
 from coslice.core.node_facts import facts, same_word
@@ -51,7 +53,7 @@ from coslice.core.node_members import (
 )
 from coslice.core.node_returning import restore_failed, returning_overdue
 from coslice.core.node_swap import advance
-from coslice.core.node_turn import NodeTurn, asked, count_eviction
+from coslice.core.node_turn import NodeTurn, asked, evicted
 from coslice.core.outcome import Rejected, Step
 
 __all__ = [
@@ -69,22 +71,24 @@ __all__ = [
 ]
 
 _PUSH = fx.PushFacts()
+_WHOLE = Live()
+_EVICT, _RESTORE = ReasonCode.EVICT, ReasonCode.RESTORE
 
 
 def step(holdings: Holdings, event: NodeEvent) -> Step[Holdings, NodeEffect]:
     """Apply one event. A stale command or a second incarnation is ``Rejected``, and nothing changed."""
     turn = NodeTurn(holdings, event.at)
-    _hear(turn, event)
-    advance(turn)
+    if _hear(turn, event) or in_transit(turn.holdings) is None:
+        advance(turn)
     after = turn.holdings
     if after.contexts is not holdings.contexts and len(after.contexts) > LOST_KEPT:
         forget_old_losses(turn)
         after = turn.holdings
-    effects = tuple(turn.effects)
-    if after is not holdings and not same_word(holdings, after):
-        after = replace(after, version=holdings.version + 1)
-        effects = (_PUSH, *effects)  # first, so that a report is never ahead of what it reports
-    return Step(after, effects, tuple(turn.reasons))
+    if after is holdings or same_word(holdings, after):
+        return Step(after, tuple(turn.effects), tuple(turn.reasons))
+    after = replace(after, version=holdings.version + 1)
+    # First, so that a report is never ahead of what it reports.
+    return Step(after, (_PUSH, *turn.effects), tuple(turn.reasons))
 
 
 def next_deadline(holdings: Holdings) -> float | None:
@@ -143,13 +147,14 @@ def resume(holdings: Holdings) -> tuple[NodeEffect, ...]:
     return (*again, *asked(holdings))
 
 
-def _hear(turn: NodeTurn, event: NodeEvent) -> None:
+def _hear(turn: NodeTurn, event: NodeEvent) -> bool:
+    """True: it was the end of a move, so that nobody is in transit."""
     if type(event) is ev.MakeResidentCommanded:  # what happens often comes first
         _on_command(turn, event)
     elif type(event) is ev.SnapshotSucceeded:
-        _on_snapshot_succeeded(turn, event)
+        return _on_snapshot_succeeded(turn, event)
     elif type(event) is ev.RestoreSucceeded:
-        _on_restore_succeeded(turn, event)
+        return _on_restore_succeeded(turn, event)
     elif type(event) is ev.UsageMeasured:
         _on_measured(turn, event)
     elif type(event) is ev.MemberRegistered:
@@ -172,6 +177,7 @@ def _hear(turn: NodeTurn, event: NodeEvent) -> None:
         _on_deadline(turn)
     else:
         assert_never(event)
+    return False
 
 
 # ── commands and time ──────────────────────────────────────────────────────
@@ -229,11 +235,12 @@ def _on_measured(turn: NodeTurn, event: ev.UsageMeasured) -> None:
     place = context.place
     if type(place) is Saved:
         if _notable(place.residual, event.bytes):
-            turn.move(context, replace(place, residual=event.bytes))
+            turn.put(replace(context, place=replace(place, residual=event.bytes)))
         return
     if type(place) is Partly:
         if _notable(place.left, event.bytes):
-            turn.move(context, replace(place, left=max(1, event.bytes)), use=event.bytes)
+            left = replace(place, left=max(1, event.bytes))
+            turn.put(replace(context, place=left, use=event.bytes))
         return
     use = event.bytes if _notable(context.use, event.bytes) else context.use
     # One that leaves in the middle of a phase computes until it stands still.
@@ -253,22 +260,24 @@ def _leaving(
 ) -> tuple[Context, Leaving] | None:
     """The context that this answer is about, unless the answer is a duplicate or comes too late."""
     context, op = find(turn.holdings, event.job), turn.holdings.running
-    if context is None or op is None or op.op != event.op or type(context.place) is not Leaving:
+    if context is None or op is None or op.op != event.op:
         return None
-    if context.place.effort is not Effort.TRYING or event.attempt not in (0, context.place.attempt):
+    place = context.place
+    if type(place) is not Leaving or place.effort is not TRYING:
         return None
-    return context, context.place
+    return (context, place) if event.attempt == place.attempt or not event.attempt else None
 
 
 def _returning(
     turn: NodeTurn, event: ev.RestoreSucceeded | ev.RestoreFailed
 ) -> tuple[Context, Returning] | None:
     context, op = find(turn.holdings, event.job), turn.holdings.running
-    if context is None or op is None or op.op != event.op or type(context.place) is not Returning:
+    if context is None or op is None or op.op != event.op:
         return None
-    if context.place.effort is not Effort.TRYING or event.attempt not in (0, context.place.attempt):
+    place = context.place
+    if type(place) is not Returning or place.effort is not TRYING:
         return None
-    return context, context.place
+    return (context, place) if event.attempt == place.attempt or not event.attempt else None
 
 
 def _marked(
@@ -280,38 +289,49 @@ def _marked(
     return tuple([replace(m, parked=parked, part=part) if m.id in of else m for m in members])
 
 
-def _on_snapshot_succeeded(turn: NodeTurn, event: ev.SnapshotSucceeded) -> None:
-    found = _leaving(turn, event)
-    if found is None:
-        return
-    context, place = found
+def _on_snapshot_succeeded(turn: NodeTurn, event: ev.SnapshotSucceeded) -> bool:
+    held, found = turn.holdings, _leaving(turn, event)
+    if found is None or held.running is None:
+        return False
+    (context, place), partly = found, event.partly
     saved = place.saved + event.bytes
-    to: Saved | Partly = Saved(bytes=saved, residual=event.residual)
-    if event.partly:
+    to: Saved | Partly
+    if partly:
         to = Partly(saved=saved, left=max(1, event.residual))
-    members = _marked(context, place.of, parked=not event.partly, part=event.partly)
-    context = replace(context, members=members, place=to, use=event.residual if event.partly else 0)
+    else:
+        to = Saved(bytes=saved, residual=event.residual)
+    members = _marked(context, place.of, parked=not partly, part=partly)
+    context = replace(context, members=members, place=to, use=event.residual if partly else 0)
     for member in members:
         if not member.parked and not member.part:  # it joined meanwhile, and is still on the device
             context = settled(context)
             break
-    turn.put(context)
-    count_eviction(turn, context.job, event.bytes)
+    op = evicted(held.running, context.job, event.bytes)
+    turn.holdings = replace(held, contexts=placed(held, context), running=op)
     turn.say(
-        ReasonCode.EVICT,
-        f"{context.job} is{' partly' if event.partly else ''} in host memory: {mib(event.bytes)} in "
+        _EVICT,
+        f"{context.job} is{' partly' if partly else ''} in host memory: {mib(event.bytes)} in "
         f"{event.seconds:.2f} s, "
         f"{mib(event.residual)} stay on the device",
     )
+    return True
 
 
-def _on_restore_succeeded(turn: NodeTurn, event: ev.RestoreSucceeded) -> None:
-    found = _returning(turn, event)
-    op = turn.holdings.running
+def _on_restore_succeeded(turn: NodeTurn, event: ev.RestoreSucceeded) -> bool:
+    held, found = turn.holdings, _returning(turn, event)
+    op = held.running
     if found is None or op is None:
-        return
+        return False
     context, place = found
-    use = max(event.bytes, context.bytes)  # of a job that was partly here, less has moved
-    turn.put(settled(replace(context, members=_marked(context, place.of), place=Live(), use=use)))
-    turn.amend(restored=True, bytes_in=op.bytes_in + event.bytes)
-    turn.say(ReasonCode.RESTORE, f"{context.job} is back: {mib(event.bytes)} in {event.seconds:.2f} s")
+    size, moved = context.bytes, event.bytes
+    use = size if size > moved else moved  # of a job that was partly here, less has moved
+    members = _marked(context, place.of)
+    context = replace(context, members=members, place=_WHOLE, use=use)
+    for member in members:
+        if member.parked or member.part:  # it joined meanwhile, and is not all there
+            context = settled(context)
+            break
+    op = replace(op, restored=True, bytes_in=op.bytes_in + moved)
+    turn.holdings = replace(held, contexts=placed(held, context), running=op)
+    turn.say(_RESTORE, f"{context.job} is back: {mib(moved)} in {event.seconds:.2f} s")
+    return True

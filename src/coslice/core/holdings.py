@@ -8,6 +8,9 @@ the agent's shell and the invariants judge by the same figures. Nothing here kno
 
 A context is the whole job's on this node, however many processes it has: one of them in host memory and one
 on the device is ``Live(whole=False)``, which occupies the device and cannot be granted before a restore.
+
+Members of enums that every step asks for have names of their own, here and in other modules of the core: to
+look one up in its class costs twice as much as to make a struct.
 """
 
 from collections.abc import Iterable, Sequence
@@ -71,6 +74,9 @@ class Effort(StrEnum):
     TRYING = "trying"  # the backend was asked (or will be, once every process is back)
     PAUSING = "pausing"  # before the next attempt
     KILLING = "killing"  # the processes were killed; their exit is awaited
+
+
+TRYING = Effort.TRYING
 
 
 @final
@@ -165,8 +171,10 @@ class Context(Struct, frozen=True, gc=False, kw_only=True):
     @property
     def kept(self) -> int:
         """Host memory that it needs at most."""
-        total = 0
-        for member in self.members:
+        members, total = self.members, 0
+        if len(members) == 1 and not members[0].unkept:
+            return members[0].bytes
+        for member in members:
             if member.bytes > member.unkept:
                 total += member.bytes - member.unkept
         return total
@@ -181,7 +189,8 @@ class Context(Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def divisible(self) -> bool:
-        return False not in [m.divisible for m in self.members]
+        members = self.members
+        return members[0].divisible if len(members) == 1 else all(m.divisible for m in members)
 
     @property
     def whole(self) -> bool:
@@ -194,7 +203,8 @@ class Context(Struct, frozen=True, gc=False, kw_only=True):
     @property
     def ready(self) -> bool:
         """Every process can be talked to."""
-        return False not in [m.seen for m in self.members]
+        members = self.members
+        return members[0].seen if len(members) == 1 else all(m.seen for m in members)
 
 
 class Operation(Struct, frozen=True, gc=False, kw_only=True):
@@ -255,14 +265,23 @@ def find(holdings: Holdings, job: JobId) -> Context | None:
     return None
 
 
+def placed(holdings: Holdings, context: Context) -> tuple[Context, ...]:
+    """The contexts with this one in its place, or at the end if the job is new."""
+    contexts, job = list(holdings.contexts), context.job
+    for i, old in enumerate(contexts):
+        if old.job == job:
+            contexts[i] = context
+            return tuple(contexts)
+    return (*contexts, context)
+
+
 def in_transit(holdings: Holdings) -> Context | None:
     """Who moves now. Nobody does unless an operation runs (``core.invariants_node``)."""
-    if holdings.running is None:
-        return None
-    for context in holdings.contexts:
-        place = type(context.place)
-        if place is Leaving or place is Returning:
-            return context
+    if holdings.running is not None:
+        for context in holdings.contexts:
+            place = type(context.place)
+            if place is Leaving or place is Returning:
+                return context
     return None
 
 
@@ -354,19 +373,27 @@ def occupies(context: Context) -> bool:
 
 def others(holdings: Holdings, job: JobId) -> list[Context]:
     """Who else is on the device, least recently used first, in an order that only the state decides."""
+    return around(holdings, job)[1]
 
-    found: list[Context] = []
+
+def around(holdings: Holdings, job: JobId) -> tuple[Context | None, list[Context]]:
+    """The job's own context (``find``), and the ``others``."""
+    own: Context | None = None
+    beside: list[Context] = []
     for context in holdings.contexts:
-        if type(context.place) is not Saved and context.job != job and occupies(context):
-            found.append(context)
-    if len(found) < 2:
-        return found
+        if context.job == job:
+            own = context
+        elif type(context.place) is not Saved and occupies(context):
+            beside.append(context)
+    if len(beside) > 1:
+        recent = holdings.recent
 
-    def age(context: Context) -> tuple[int, JobId]:
-        known = context.job in holdings.recent
-        return (-holdings.recent.index(context.job) if known else -len(holdings.recent), context.job)
+        def age(context: Context) -> tuple[int, JobId]:
+            known = context.job in recent
+            return (-recent.index(context.job) if known else -len(recent), context.job)
 
-    return sorted(found, key=age)
+        beside.sort(key=age)
+    return own, beside
 
 
 def taken(holdings: Holdings, context: Context) -> int:

@@ -13,7 +13,6 @@ from coslice.core.holdings import (
     Live,
     Lost,
     Partly,
-    Place,
     Returning,
     Saved,
     fit_text,
@@ -33,16 +32,18 @@ def same_word(before: Holdings, after: Holdings) -> bool:
     """Do ``facts`` of both say the same? As ``facts(before) == facts(after)``, but most is not even built."""
     if before.rules is not after.rules or len(before.contexts) != len(after.contexts):
         return facts(before) == facts(after)
-    if before.contexts is not after.contexts or before.recent != after.recent:
-        for one, other in zip(before.contexts, after.contexts, strict=True):
-            # Of all but a live one, what is said follows from the context (and the rules) alone.
-            if one is other:
-                if type(one.place) is Live and _said(before, one) != _said(after, other):
-                    return False
-            elif _moved(one.place, other.place) or _fact(before, one) != _fact(after, other):
+    was, now = before.contexts, after.contexts
+    if was is not now:
+        for i, one in enumerate(was):
+            if now[i] is not one and _says_else(before, one, after, now[i]):
                 return False
         if (_used(before), saved_bytes(before)) != (_used(after), saved_bytes(after)):
             return False
+    if was is not now or before.recent != after.recent:
+        for one in now:
+            # Of all but a live one, what is said follows from the context (and the rules) alone.
+            if type(one.place) is Live and _said(before, one) != _said(after, one):
+                return False
     return (
         before.ended == after.ended
         and before.version == after.version
@@ -51,10 +52,16 @@ def same_word(before: Holdings, after: Holdings) -> bool:
     )
 
 
-def _moved(before: Place, after: Place) -> bool:
-    """Is it plain that another state is said of them? Most steps of a swap change one."""
-    was, now = type(before), type(after)
-    return was is not now and (was in _PLAIN or now in _PLAIN)
+def _says_else(before: Holdings, one: Context, after: Holdings, other: Context) -> bool:
+    """Is something else said of a context than before?"""
+    was, now = one.place, other.place
+    if type(was) is not type(now) and (type(was) in _PLAIN or type(now) in _PLAIN):
+        return True
+    if type(was) is Live and type(now) is Leaving and was.whole and not now.reason:
+        return True  # one that does not leave is live, or says why not
+    if one.members is other.members and (one.job, one.incarnation) == (other.job, other.incarnation):
+        return _said(before, one) != _said(after, other)
+    return _fact(before, one) != _fact(after, other)
 
 
 def facts(holdings: Holdings) -> NodeFacts:
@@ -80,15 +87,21 @@ def _used(holdings: Holdings) -> int:
 
 
 def _fact(holdings: Holdings, context: Context) -> ContextFact:
-    (state, reason), members = _said(holdings, context), context.members
+    state, reason = _SAVED if type(context.place) is Saved else _said(holdings, context)
+    members = context.members
+    if len(members) == 1:  # most often
+        one = members[0]
+        size, whole = one.bytes, one.whole and not one.bytes
+    else:
+        size, whole = context.bytes, context.whole
     return ContextFact(
         job=context.job,
         state=state,
-        bytes=context.bytes,
+        bytes=size,
         pids=(members[0].pid,) if len(members) == 1 else tuple([m.pid for m in members]),
         incarnation=context.incarnation,
         reason=reason,
-        whole=context.whole,
+        whole=whole,
     )
 
 

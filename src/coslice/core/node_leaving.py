@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from coslice.core import effects as fx
 from coslice.core.effects import ReasonCode
-from coslice.core.holdings import Context, Effort, Leaving, Live, Lost, Partly
+from coslice.core.holdings import TRYING, Context, Effort, Leaving, Live, Lost, Partly
 from coslice.core.ids import OpId
 from coslice.core.node_turn import NodeTurn, fail, pid_of
 
@@ -27,7 +27,7 @@ def try_snapshot(
     place = Leaving(
         of=context.ids,
         attempt=attempt,
-        effort=Effort.TRYING,
+        effort=TRYING,
         until=turn.at + rules.snapshot_timeout if stuck_since is None else stuck_since + rules.stuck_grace,
         stuck_since=stuck_since,
         touched=touched,
@@ -35,7 +35,7 @@ def try_snapshot(
         saved=before.saved if type(before) is Partly or type(before) is Leaving else 0,
         reason=before.reason if type(before) is Leaving else "",
     )
-    turn.move(context, place)
+    turn.put(replace(context, place=place))
     if context.ready:
         turn.effects.append(fx.RunSnapshot(op=op, job=context.job, attempt=attempt, least=least))
 
@@ -54,7 +54,7 @@ def snapshot_failed(
     assert op is not None
     place = replace(place, reason=reason, touched=place.touched or not (busy or no_room))
     if no_room:
-        turn.move(context, _stays(place))
+        turn.put(replace(context, place=_stays(place)))
         return fail(turn, op, ReasonCode.NO_ROOM, f"{context.job} cannot be saved: {reason}", culprit=op.job)
     if place.attempt <= rules.retries:
         turn.say(
@@ -62,7 +62,7 @@ def snapshot_failed(
         )
         return _pause(turn, context, place, (place.attempt - 1) * rules.retry_pause)
     if rules.on_stuck == "wait":
-        turn.move(context, _stays(place))
+        turn.put(replace(context, place=_stays(place)))
         text = f"{context.job} does not leave the device after {place.attempt} attempts: {reason}"
         return fail(turn, op, ReasonCode.BLOCKED, text, culprit=context.job, stuck=True, pid=pid_of(context))
     since = turn.at if place.stuck_since is None else place.stuck_since
@@ -77,7 +77,7 @@ def snapshot_failed(
 
 
 def _pause(turn: NodeTurn, context: Context, place: Leaving, pause: float) -> None:
-    turn.move(context, replace(place, effort=Effort.PAUSING, until=turn.at + pause))
+    turn.put(replace(context, place=replace(place, effort=Effort.PAUSING, until=turn.at + pause)))
     if pause <= 0:
         leaving_overdue(turn, context, replace(place, effort=Effort.PAUSING, until=turn.at))
 
@@ -104,7 +104,8 @@ def leaving_overdue(turn: NodeTurn, context: Context, place: Leaving) -> None:
                 stuck_since=place.stuck_since,
             )
         case Effort.KILLING:
-            turn.move(context, _stays(replace(place, touched=True)) if place.of else Lost(place.reason))
+            stays: Live | Lost = _stays(replace(place, touched=True)) if place.of else Lost(place.reason)
+            turn.put(replace(context, place=stays))
             text = (
                 f"{context.job} was killed but is still there after {rules.kill_timeout:g} s ({place.reason})"
             )
@@ -117,7 +118,8 @@ def kill(turn: NodeTurn, context: Context, place: Leaving) -> None:
     reason = f"{context.job} could not be moved out: {place.reason}"
     turn.say(ReasonCode.KILLED, f"killing {reason}")
     until = turn.at + turn.holdings.rules.kill_timeout
-    turn.move(context, replace(place, effort=Effort.KILLING, until=until, reason=reason))
+    killing = replace(place, effort=Effort.KILLING, until=until, reason=reason)
+    turn.put(replace(context, place=killing))
     turn.effects.append(fx.KillJob(job=context.job, reason=reason))
 
 

@@ -25,7 +25,7 @@ from coslice.core.holdings import (
 )
 from coslice.core.ids import JobId
 from coslice.core.node_returning import take_back
-from coslice.core.node_turn import NodeTurn, asked, count_eviction, lose
+from coslice.core.node_turn import NodeTurn, asked, evicted, lose
 from coslice.core.outcome import Rejected
 
 IN_PART = "some of it is in host memory"
@@ -185,7 +185,7 @@ def _end(turn: NodeTurn, context: Context, reason: str) -> None:
             turn.put(replace(context, members=(), use=0))
             return
         case Leaving():
-            count_eviction(turn, context.job, 0)
+            _left(turn, context.job)
             if place.effort is Effort.KILLING or not place.of:
                 lose(turn, context, place.reason, members=False)
                 return
@@ -195,6 +195,12 @@ def _end(turn: NodeTurn, context: Context, reason: str) -> None:
             pass
     turn.remove(context.job)
     turn.effects.append(fx.FreeBuffers(job=context.job, members=tuple(m.id for m in context.members)))
+
+
+def _left(turn: NodeTurn, job: JobId) -> None:
+    """Its way out has ended with its processes."""
+    if (op := turn.holdings.running) is not None:
+        turn.set(running=evicted(op, job, 0))
 
 
 def on_killed(turn: NodeTurn, event: ev.JobKilled) -> None:
@@ -207,7 +213,7 @@ def on_killed(turn: NodeTurn, event: ev.JobKilled) -> None:
     if type(context.place) is Lost and not context.members:
         return
     if type(context.place) is Leaving:
-        count_eviction(turn, context.job, 0)
+        _left(turn, context.job)
     _note_ends(turn, context, context.members)
     lose(turn, context, event.reason, members=False)
 

@@ -8,22 +8,23 @@ from msgspec.structs import replace
 
 from coslice.core import effects as fx
 from coslice.core.effects import ReasonCode
-from coslice.core.holdings import Context, Effort, Live, Operation, Returning, mib
+from coslice.core.holdings import TRYING, Context, Effort, Live, Operation, Returning, mib, placed
 from coslice.core.node_turn import NodeTurn, fail, lose, pid_of
+
+_RESTORE = ReasonCode.RESTORE
 
 
 def try_restore(turn: NodeTurn, op: Operation, context: Context) -> None:
-    attempt = op.restores + 1
-    held = turn.holdings
-    turn.holdings = replace(held, running=replace(op, restores=attempt, room_by=None))
+    held, attempt = turn.holdings, op.restores + 1
     place = Returning(
-        of=context.ids,
-        attempt=attempt,
-        effort=Effort.TRYING,
-        until=turn.at + turn.holdings.rules.restore_timeout,
+        of=context.ids, attempt=attempt, effort=TRYING, until=turn.at + held.rules.restore_timeout
     )
-    turn.move(context, place)
-    turn.say(ReasonCode.RESTORE, f"moving {context.job} in ({mib(context.bytes)})")
+    turn.holdings = replace(
+        held,
+        running=replace(op, restores=attempt, room_by=None),
+        contexts=placed(held, replace(context, place=place)),
+    )
+    turn.say(_RESTORE, f"moving {context.job} in ({mib(context.bytes)})")
     if context.ready:
         turn.effects.append(fx.RunRestore(op=op.op, job=context.job, attempt=attempt))
 
@@ -33,7 +34,7 @@ def take_back(turn: NodeTurn, context: Context) -> None:
     op = turn.holdings.running
     assert op is not None
     turn.amend(restores=op.restores - 1)
-    turn.move(context, Live(whole=False, reason="it is not known to be back", sure=False))
+    turn.put(replace(context, place=Live(whole=False, reason="it is not known to be back", sure=False)))
 
 
 def restore_failed(
@@ -51,20 +52,22 @@ def restore_failed(
             f"{context.job} did not come back ({reason}); attempt {place.attempt + 1} follows",
         )
         pause = (place.attempt - 1) * rules.retry_pause
-        turn.move(context, replace(place, effort=Effort.PAUSING, until=turn.at + pause, reason=reason))
+        pausing = replace(place, effort=Effort.PAUSING, until=turn.at + pause, reason=reason)
+        turn.put(replace(context, place=pausing))
         return (
             returning_overdue(turn, context, place=replace(place, effort=Effort.PAUSING))
             if pause <= 0
             else None
         )
-    turn.move(context, Live(whole=False, reason=f"may be half restored: {reason}", sure=False))
+    half = Live(whole=False, reason=f"may be half restored: {reason}", sure=False)
+    turn.put(replace(context, place=half))
     text = f"{context.job} did not come back after {place.attempt} attempts: {reason}"
     return fail(turn, op, ReasonCode.JOB_FAULTED, text, culprit=context.job, pid=pid_of(context))
 
 
 def returning_overdue(turn: NodeTurn, context: Context, place: Returning) -> None:
-    if place.effort is Effort.TRYING:
+    if place.effort is TRYING:
         timeout = turn.holdings.rules.restore_timeout
         return restore_failed(turn, context, place, f"no answer within {timeout:g} s")
     # Room is judged again before the next attempt: a part may have come in.
-    return turn.move(context, Live(whole=False, reason=place.reason, sure=False))
+    return turn.put(replace(context, place=Live(whole=False, reason=place.reason, sure=False)))

@@ -1,8 +1,9 @@
 """One node's part of a swap: what leaves, and when the restore may start.
 
-``advance`` is called after every event by ``core.context`` and takes the running operation as far as it goes
-without an answer from outside. It knows figures and answers, not how state is moved or who waits for it. One
-rule is kept here and nowhere else: no restore begins without room for all that the job needs.
+``advance`` is called by ``core.context`` after every event that leaves nobody in transit, and takes the
+running operation as far as it goes without an answer from outside. It knows figures and answers, not how
+state is moved or who waits for it. One rule is kept here and nowhere else: no restore begins without room for
+all that the job needs.
 """
 
 from msgspec.structs import replace
@@ -20,14 +21,12 @@ from coslice.core.holdings import (
     Operation,
     Partly,
     Saved,
-    find,
+    around,
     fit_text,
     fits_beside,
-    in_transit,
     lacking,
     mib,
     need_and_room,
-    others,
     residuals,
     saved_bytes,
     taken,
@@ -40,15 +39,15 @@ SPARE_PERCENT = 6
 """More than lacks is asked of a second part: a snapshot counts when 95 % of its bytes are free."""
 LEAST_AGAIN = 16
 """A second part has a sixteenth of what has left already at least, so that parts come to an end."""
+_EVICT, _FITS, _NODE_READY = ReasonCode.EVICT, ReasonCode.FITS, ReasonCode.NODE_READY
 
 
 def advance(turn: NodeTurn) -> None:
-    if turn.holdings.running is not None and in_transit(turn.holdings) is not None:
-        return
+    """Nobody is in transit."""
     while True:
         held = turn.holdings
         if held.running is not None:
-            if not _next_move(turn, held.running):
+            if not _next_move(turn, held, held.running):
                 return
         elif held.queued is not None:
             begun = replace(held.queued, begun=turn.at)
@@ -57,21 +56,21 @@ def advance(turn: NodeTurn) -> None:
             return
 
 
-def _next_move(turn: NodeTurn, op: Operation) -> bool:
+def _next_move(turn: NodeTurn, held: Holdings, op: Operation) -> bool:
     """Begin whatever comes next; False if only an answer, room or a deadline can help."""
-    held = turn.holdings
-    context = find(held, op.job)
+    context, beside = around(held, op.job)
     if context is not None and op.need > context.need:
         turn.put(replace(context, need=op.need))
         return True
-    need, room = need_and_room(held, context, op.need)
-    if held.device_budget and room > held.device_budget:
-        return _no_room(turn, op, room, beside=0)
-    beside = others(held, op.job)
+    need = room = 0  # no figure counts where the size of the device is not known
+    if held.device_budget:
+        need, room = need_and_room(held, context, op.need)
+        if room > held.device_budget:
+            return _no_room(turn, op, room, beside=0)
     if beside and (evictee := _to_evict(held, op, need, beside)) is not None:
-        return _evict(turn, op, evictee, need)
+        return _evict(turn, op, evictee, need, beside)
     if context is None or not _must_return(context):
-        _done(turn, op, context, need)
+        _done(turn, op, context, need, beside)
         return True
     if not fits_beside(held, op.job, room, beside):
         return _await_room(turn, op, room)
@@ -98,26 +97,24 @@ def _to_evict(held: Holdings, op: Operation, need: int, beside: list[Context]) -
     return unknown or beside[0]
 
 
-def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int) -> bool:
+def _evict(turn: NodeTurn, op: Operation, evictee: Context, need: int, beside: list[Context]) -> bool:
     """False: it is on its way out, and only an answer or a deadline can help."""
-    held = turn.holdings
-    if type(evictee.place) is Lost:
-        return _evict_lost(turn, op, evictee, evictee.place)
-    least = _part(held, op, evictee, need)
-    kept, leaving = saved_bytes(held), least or evictee.bytes
-    if type(evictee.place) is Partly and not least:
-        leaving -= evictee.place.saved
-    leaving = min(leaving, evictee.kept)
-    if held.host_budget and kept + leaving > held.host_budget:
-        text = (
-            f"no room in host memory for {mib(leaving)} of {evictee.job} beside {mib(kept)} saved: "
-            f"the budget is {mib(held.host_budget)}; give the agent a larger one"
-        )
-        fail(turn, op, ReasonCode.NO_ROOM, text, culprit=op.job)
-        return True
-    what = f"{mib(least)} of {mib(evictee.bytes)}" if least else mib(evictee.bytes)
-    turn.say(ReasonCode.EVICT, f"moving {evictee.job} out ({what}): {_why(held, op, evictee, need)}")
-    place = evictee.place
+    held, place, size = turn.holdings, evictee.place, evictee.bytes
+    if type(place) is Lost:
+        return _evict_lost(turn, op, evictee, place)
+    least = _part(held, op, evictee, need, beside)
+    if held.host_budget:
+        leaving = least or (size - place.saved if type(place) is Partly else size)
+        kept, leaving = saved_bytes(held), min(leaving, evictee.kept)
+        if kept + leaving > held.host_budget:
+            text = (
+                f"no room in host memory for {mib(leaving)} of {evictee.job} beside {mib(kept)} saved: "
+                f"the budget is {mib(held.host_budget)}; give the agent a larger one"
+            )
+            fail(turn, op, ReasonCode.NO_ROOM, text, culprit=op.job)
+            return True
+    what = f"{mib(least)} of {mib(size)}" if least else mib(size)
+    turn.say(_EVICT, f"moving {evictee.job} out ({what}): {_why(held, op, evictee, need)}")
     assert type(place) is Live or type(place) is Partly
     touched = type(place) is Partly or not place.whole
     try_snapshot(turn, op.op, evictee, 1, touched=touched, least=least)
@@ -134,13 +131,13 @@ def _why(held: Holdings, op: Operation, evictee: Context, need: int) -> str:
     return f"the need of {op.job} is not known"
 
 
-def _part(held: Holdings, op: Operation, evictee: Context, need: int) -> int:
+def _part(held: Holdings, op: Operation, evictee: Context, need: int, beside: list[Context]) -> int:
     """How many bytes of it are enough; 0: all must go.
 
     First exactly what lacks. What allocators kept of that is known afterwards, by measure: if there is still
     no room, another part follows, with some to spare.
     """
-    lack = lacking(held, op.job, need, others(held, op.job)) if evictee.divisible else 0
+    lack = lacking(held, op.job, need, beside) if need and evictee.divisible else 0
     if not lack or evictee.job in op.freeze:
         return 0
     place = evictee.place
@@ -162,7 +159,7 @@ def _evict_lost(turn: NodeTurn, op: Operation, evictee: Context, place: Lost) ->
     turn.say(ReasonCode.BLOCKED, f"{text}; they are killed in {rules.stuck_grace:g} s")
     until = turn.at + rules.stuck_grace
     leaving = Leaving(of=(), attempt=0, effort=Effort.PAUSING, until=until, stuck_since=turn.at, reason=text)
-    turn.move(evictee, leaving)
+    turn.put(replace(evictee, place=leaving))
     return False
 
 
@@ -187,8 +184,9 @@ def _await_room(turn: NodeTurn, op: Operation, need: int) -> bool:
     return turn.at >= op.room_by and _no_room(turn, op, need, beside=left)
 
 
-def _done(turn: NodeTurn, op: Operation, context: Context | None, need: int) -> None:
-    text, code = _outcome(turn.holdings, op, context, need)
+def _done(turn: NodeTurn, op: Operation, context: Context | None, need: int, beside: list[Context]) -> None:
+    held = turn.holdings
+    text, code = _outcome(held, op, context, need, beside)
     turn.say(code, text)
     report = fx.ReportDone(
         op=op.op,
@@ -199,15 +197,17 @@ def _done(turn: NodeTurn, op: Operation, context: Context | None, need: int) -> 
         seconds=turn.at - op.begun if turn.at > op.begun else 0.0,
         reason=text,
     )
-    recent, here = [op.job], {c.job for c in turn.holdings.contexts}
-    for job in turn.holdings.recent:
+    recent, here = [op.job], {c.job for c in held.contexts}
+    for job in held.recent:
         if job != op.job and job in here:
             recent.append(job)
-    turn.holdings = replace(turn.holdings, running=None, finished=report, recent=tuple(recent))
+    turn.holdings = replace(held, running=None, finished=report, recent=tuple(recent))
     turn.effects.append(report)
 
 
-def _outcome(held: Holdings, op: Operation, context: Context | None, need: int) -> tuple[str, ReasonCode]:
+def _outcome(
+    held: Holdings, op: Operation, context: Context | None, need: int, beside: list[Context]
+) -> tuple[str, ReasonCode]:
     parts = []
     if op.evicted:
         parts.append(f"moved {', '.join(op.evicted)} out ({mib(op.bytes_out)})")
@@ -219,8 +219,6 @@ def _outcome(held: Holdings, op: Operation, context: Context | None, need: int) 
         parts.append(f"{op.job} starts afresh: its state was lost ({context.place.reason})")
     else:
         parts.append(f"{op.job} is already resident")
-    code = ReasonCode.NODE_READY
-    if beside := others(held, op.job):
+    if beside:
         parts.append(fit_text(held, op.job, need, beside))
-        code = ReasonCode.FITS
-    return "; ".join(parts), code
+    return "; ".join(parts), _FITS if beside else _NODE_READY

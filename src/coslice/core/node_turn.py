@@ -6,7 +6,7 @@ Used only inside ``core``, within a single call of ``context.step``; from outsid
 from msgspec.structs import replace
 
 from coslice.core import effects as fx
-from coslice.core.effects import ReasonCode
+from coslice.core.effects import Reason, ReasonCode
 from coslice.core.holdings import (
     Context,
     Effort,
@@ -14,9 +14,9 @@ from coslice.core.holdings import (
     Leaving,
     Lost,
     Operation,
-    Place,
     Returning,
     in_transit,
+    placed,
 )
 from coslice.core.ids import JobId
 
@@ -29,38 +29,25 @@ class NodeTurn:
     def __init__(self, holdings: Holdings, at: float) -> None:
         self.holdings, self.at = holdings, at
         self.effects: list[fx.NodeEffect] = []
-        self.reasons: list[fx.Reason] = []
+        self.reasons: list[Reason] = []
 
     def set(self, **changes: object) -> None:
         self.holdings = replace(self.holdings, **changes)
 
     def say(self, code: ReasonCode, text: str) -> None:
-        self.reasons.append(fx.Reason(code, text))
+        self.reasons.append(Reason(code, text))
 
     def put(self, context: Context) -> None:
-        """Store a context in its place, or at the end if the job is new."""
-        contexts, job = list(self.holdings.contexts), context.job
-        for i, old in enumerate(contexts):
-            if old.job == job:
-                contexts[i] = context
-                break
-        else:
-            contexts.append(context)
-        self.holdings = replace(self.holdings, contexts=tuple(contexts))
-
-    def move(self, context: Context, place: Place, **changes: object) -> None:
-        self.put(replace(context, place=place, **changes))
+        held = self.holdings
+        self.holdings = replace(held, contexts=placed(held, context))
 
     def remove(self, job: JobId) -> None:
         self.set(contexts=tuple(c for c in self.holdings.contexts if c.job != job))
 
-    def amend(self, **changes: object) -> Operation:
+    def amend(self, **changes: object) -> None:
         """Change the running operation."""
-        held = self.holdings
-        assert held.running is not None
-        changed = replace(held.running, **changes)
-        self.holdings = replace(held, running=changed)
-        return changed
+        assert self.holdings.running is not None
+        self.set(running=replace(self.holdings.running, **changes))
 
 
 def asked(holdings: Holdings) -> tuple[fx.NodeEffect, ...]:
@@ -82,7 +69,7 @@ def lose(turn: NodeTurn, context: Context, reason: str, *, members: bool = True)
     turn.say(ReasonCode.LOST, f"the state of {context.job} is lost: {reason}")
     kept = context.members if members else ()
     use = max(context.use, context.bytes) if type(context.place) is Returning else context.use
-    turn.move(context, Lost(reason), members=kept, use=use if kept else 0)
+    turn.put(replace(context, place=Lost(reason), members=kept, use=use if kept else 0))
     turn.effects.append(fx.FreeBuffers(job=context.job, members=tuple(m.id for m in context.members)))
 
 
@@ -102,11 +89,10 @@ def fail(
     turn.effects.append(report)
 
 
-def count_eviction(turn: NodeTurn, job: JobId, moved: int) -> None:
+def evicted(op: Operation, job: JobId, moved: int) -> Operation:
     """``job`` has left the device, by ``moved`` bytes into host memory or for good."""
-    if (op := turn.holdings.running) is not None:
-        evicted = op.evicted if job in op.evicted else (*op.evicted, job)
-        turn.amend(evicted=evicted, bytes_out=op.bytes_out + moved)
+    jobs = op.evicted if job in op.evicted else (*op.evicted, job)
+    return replace(op, evicted=jobs, bytes_out=op.bytes_out + moved)
 
 
 def pid_of(context: Context) -> int:
