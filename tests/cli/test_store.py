@@ -1,6 +1,7 @@
 """``coslice store``: a backup of an orchestrator that runs, put back into a store of its own."""
 
 import json
+import os
 import shutil
 import socket
 import sqlite3
@@ -80,6 +81,17 @@ async def test_a_file_of_this_format_is_read_by_every_later_version(tmp_path: Pa
     opened = SqliteStore(tmp_path / "orchestrator.db")
     assert {key: value for key, (value, _) in (await opened.load()).items()} == values
     await opened.close()
+
+
+def test_a_backup_takes_the_place_of_a_file_and_of_nothing_else(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "elsewhere")
+    for path in (pipe, link):
+        with pytest.raises(ConfigError, match="no plain file"):
+            write_backup(path, {}, force=True)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
 
 
 def _file_schema(path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 from replay import sample
 
 from coslice.errors import ConfigError
-from coslice.replay.page import render
+from coslice.replay.page import render, write_whole
 
 
 def _data(page: Path) -> dict[str, object]:
@@ -22,6 +23,22 @@ def test_the_page_carries_its_data_and_asks_the_network_for_nothing(tmp_path: Pa
     text = page.read_text()
     assert not re.search(r'(src|href)="(?!data:)', text)
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_what_is_no_plain_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    journal, pipe, link = sample.write(tmp_path / "j.jsonl", demo=True), tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "page.html")
+    render(journal, link)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "some")
+        assert os.read(reader, 100) == b"some"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert _data(tmp_path / "page.html")
 
 
 def test_text_from_a_journal_cannot_end_the_script(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -232,6 +233,26 @@ def test_a_time_too_short_for_any_step_has_no_savings(tmp_path: Path) -> None:
     told = run("a=10/10", "--hours", "0.001")
     assert "no job finished a whole step in that time" in told
     assert "saved" not in told
+
+
+def test_a_journal_takes_the_place_of_a_file_and_of_nothing_else(tmp_path: Path) -> None:
+    """It used to remove what was there: ``--journal /dev/null``, as root, the device."""
+    file, pipe, link = tmp_path / "j.jsonl", tmp_path / "pipe", tmp_path / "link"
+    file.write_text("older")
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for path in (pipe, link, tmp_path):
+            with pytest.raises(ConfigError, match=re.escape(str(path))):
+                run("a=10/10", "--hours", "0.1", "--journal", str(path))
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert file.read_text() == "older"
+    run("a=10/10", "--hours", "0.1", "--journal", str(file))
+    assert "coslice_journal" in file.read_text().splitlines()[0]
 
 
 def test_a_foreign_scenario_is_refused(tmp_path: Path) -> None:

@@ -38,7 +38,10 @@ def render(journal: str | Path, out: str | Path) -> None:
 
 
 def write_whole(out: Path, text: str) -> None:
-    """Replace ``out``, whole or not at all."""
+    """Replace ``out``, whole or not at all; what is no plain file (a pipe, a device, a link) is written."""
+    if out.is_symlink() or (out.exists() and not out.is_file()):
+        out.write_text(text, encoding="utf-8")
+        return
     handle, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -30,6 +30,8 @@ def write_backup(path: Path, values: Mapping[str, bytes], *, force: bool) -> Non
     try:
         if path.exists() and not force:
             raise ConfigError(f"{path} is there already: choose another file, or say --force")
+        if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+            raise ConfigError(f"{path} is no plain file, and would be replaced by one: choose another")
         os.close(open_private(part, os.O_RDWR | os.O_EXCL))
         with closing(sqlite3.connect(part, isolation_level=None)) as db:
             db.executescript(CREATE)
