@@ -13,6 +13,7 @@ from agent.conftest import GROUP, MIB, PATIENCE, Node, Process, contexts
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coslice.agent.client import AsyncAgentClient
+from coslice.agent.upstream_ledger import Entry, Place, judged
 from coslice.wire.upstream import snapshot_agent_pb2 as up
 from coslice.wire.upstream.snapshot_agent_pb2_grpc import SnapshotAgentServiceStub
 
@@ -208,6 +209,37 @@ async def test_a_broken_stream_fails_the_operation_and_what_had_left_goes_back(n
     async with asyncio.timeout(PATIENCE):
         while await caller.states() != {"job-a": "RUNNING"}:  # noqa: ASYNC110
             await asyncio.sleep(0.05)  # upstream tells nobody of a state
+
+
+async def test_a_stream_that_breaks_in_a_restore_is_settled_by_the_memory_of_its_process(node: Node) -> None:
+    await node.start(orchestrator=None)
+    process, caller = await workload(node, "job-a", "--hold-back"), Caller(node)
+    await caller.ended(await caller.snapshot("job-a"))
+    operation = await caller.restore("job-a")
+    await process.until("back")
+    process.tell("drop")
+    assert (await caller.ended(operation)).status == up.OPERATION_STATUS_FAILED
+    process.tell("go")
+    async with asyncio.timeout(PATIENCE):
+        while await caller.states() != {"job-a": "RUNNING"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # upstream tells nobody of a state
+    process.tell("check")
+    assert (await process.until("checked"))["intact"], "it ends itself at a second restore"
+
+
+@pytest.mark.parametrize(
+    ("freed", "rose", "place"),
+    [
+        (SIZE, SIZE, Place.HERE),
+        (SIZE, SIZE // 2, Place.HERE),
+        (SIZE, 0, Place.AWAY),
+        (SIZE, SIZE // 4, Place.UNSURE),
+        (MIB, MIB, Place.UNSURE),
+    ],
+)
+def test_memory_tells_of_a_restore_what_it_can(freed: int, rose: int, place: Place) -> None:
+    entry = Entry(group="", job="a", pid=1, started=1, place=Place.RETURNING, before=5 * MIB, freed=freed)
+    assert judged(entry, 5 * MIB + rose) is place
 
 
 async def test_an_answer_that_comes_too_late_brings_the_state_back(node: Node) -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent.conftest import MIB, PATIENCE, Node, Process
-from agent.test_upstream import SIZE, Caller, registered, workload
+from agent.conftest import MIB, PATIENCE, Node
+from agent.test_upstream import SIZE, Caller, workload
 
 from coslice.wire.upstream import snapshot_agent_pb2 as up
 
@@ -30,8 +31,8 @@ class Killable:
         async with asyncio.timeout(PATIENCE):
             self.address = json.loads(await self.process.stdout.readline())["agent"]
 
-    async def kill(self) -> None:
-        self.process.kill()
+    async def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        self.process.send_signal(how)
         await self.process.wait()
 
     async def stop(self) -> None:
@@ -48,11 +49,6 @@ async def killable(node: Node) -> Any:
     await agent.stop()
 
 
-async def back(node: Node, process: Process) -> None:
-    await process.until("connected")
-    await registered(node, "job-a")
-
-
 async def test_saved_state_and_finished_operations_are_known_after_a_kill(
     node: Node, killable: Killable
 ) -> None:
@@ -60,34 +56,59 @@ async def test_saved_state_and_finished_operations_are_known_after_a_kill(
     caller = Caller(node)
     operation = await caller.snapshot("job-a")
     before = await caller.ended(operation)
+    process.process.send_signal(
+        signal.SIGSTOP
+    )  # its stream stays away: upstream's client dials again at leisure
     await killable.kill()
     await killable.start()
     caller = Caller(node)
     assert await caller.operation(operation) == before
-    await back(node, process)
     assert await caller.states() == {"job-a": "SAVED"}
-    restored = await caller.ended(await caller.restore("job-a"))
+    operation = await caller.restore("job-a")
+    assert (await caller.operation(operation)).status == up.OPERATION_STATUS_PENDING
+    process.process.send_signal(signal.SIGCONT)
+    restored = await caller.ended(operation)
     assert restored.snapshot_device_bytes == pytest.approx(SIZE, rel=0.01)
     assert (await process.until("restored"))["intact"]
 
 
-async def test_an_operation_that_a_kill_interrupted_is_carried_to_its_end(
-    node: Node, killable: Killable
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_an_operation_that_was_interrupted_is_carried_to_its_end(
+    node: Node, killable: Killable, how: signal.Signals
 ) -> None:
     """Its state had left, and nobody had heard of it: memory tells, nothing is ordered twice."""
     process, caller = await workload(node, "job-a", "--hold"), Caller(node)
     operation = await caller.snapshot("job-a")
     await process.until("told")
-    await killable.kill()
+    await killable.kill(how)
     process.tell("go")
     await killable.start()
     caller = Caller(node)
     assert (await caller.operation(operation)).status == up.OPERATION_STATUS_PENDING
     ended = await caller.ended(operation)
     assert ended.status == up.OPERATION_STATUS_COMPLETE
+    assert ended.storage_bytes == pytest.approx(SIZE, rel=0.01)
     assert await caller.states() == {"job-a": "SAVED"}
     assert (await caller.ended(await caller.restore("job-a"))).status == up.OPERATION_STATUS_COMPLETE
     assert (await process.until("restored"))["intact"]
+
+
+async def test_a_restore_that_a_kill_interrupted_is_not_ordered_twice(node: Node, killable: Killable) -> None:
+    """A workload may well refuse what it has done already."""
+    process, caller = await workload(node, "job-a", "--hold-back"), Caller(node)
+    await caller.ended(await caller.snapshot("job-a"))
+    operation = await caller.restore("job-a")
+    await process.until("back")
+    await killable.kill()
+    process.tell("go")
+    await killable.start()
+    caller = Caller(node)
+    ended = await caller.ended(operation)
+    assert ended.status == up.OPERATION_STATUS_COMPLETE, ended.error
+    assert ended.snapshot_device_bytes == pytest.approx(SIZE, rel=0.01)
+    assert await caller.states() == {"job-a": "RUNNING"}
+    process.tell("check")
+    assert (await process.until("checked"))["intact"]
 
 
 async def test_an_operation_whose_process_died_with_the_agent_fails(node: Node, killable: Killable) -> None:

@@ -3,9 +3,10 @@ operations; it registers anew after every loss of the stream, and carries out on
 
 Run it as a script. Its state is anonymous memory; on a snapshot it copies it into a memory file of its own.
 It is strict: a snapshot of what is away, or a restore of what is here, ends it. Misbehaviour: ``--lie`` (says
-ok, frees nothing), ``--fail`` (says that it failed), ``--slow S``, ``--hold`` (answers none before it is told
-``go``), ``--late`` (has no state before it is told ``fill``). Commands arrive as lines on stdin: ``check``,
-``go``, ``fill``, ``drop`` (the stream). Facts go out as JSON lines.
+ok, frees nothing), ``--fail`` (says that it failed), ``--slow S``, ``--hold`` (answers no snapshot before it
+is told ``go``), ``--hold-back`` (nor a restore), ``--late`` (has no state before it is told ``fill``).
+Commands arrive as lines on stdin: ``check``, ``go``, ``fill``, ``drop`` (the stream). Facts go out as JSON
+lines.
 """
 
 import argparse
@@ -66,6 +67,9 @@ class Workload:
     def carry_out(self, command: up.AgentCommand) -> up.CommandResult:
         if command.HasField("restore"):
             self.restore()
+            if self.options.hold_back:
+                say(event="back")
+                self.hold()
             say(event="restored", tags=list(command.restore.tags), intact=self.intact())
             return up.CommandResult(ok=True)
         mode, tags = command.snapshot.mode, list(command.snapshot.tags)
@@ -75,10 +79,14 @@ class Workload:
         if not self.options.lie:
             self.snapshot()
         time.sleep(self.options.slow)  # a move that takes long, as the test asks for
-        if self.options.hold and not self.went.wait(60):
-            os._exit(4)
+        if self.options.hold:
+            self.hold()
         say(event="saved")
         return up.CommandResult(ok=True)
+
+    def hold(self) -> None:
+        if not self.went.wait(60):
+            os._exit(4)
 
     def snapshot(self) -> None:
         if self.state is None:
@@ -132,6 +140,6 @@ if __name__ == "__main__":
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--modes", type=int, nargs="*", default=[])
     parser.add_argument("--default-mode", type=int, default=0)
-    for flag in ("lie", "fail", "hold", "late"):
+    for flag in ("lie", "fail", "hold", "hold-back", "late"):
         parser.add_argument(f"--{flag}", action="store_true")
     Workload(parser.parse_args()).run()

@@ -220,8 +220,10 @@ def _named(members: tuple[Member, ...], pids: Sequence[int]) -> tuple[Member, ..
 
 
 async def _whole(work: Coroutine[Any, Any, T]) -> T:
-    """Run a move to its end even if its caller goes away in the middle."""
-    return await asyncio.shield(asyncio.ensure_future(work))
+    """Run a move to its end even if its caller goes away in the middle, and nobody hears how it ended."""
+    move = asyncio.ensure_future(work)
+    move.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(move)
 
 
 def _failed(job: str, what: str, error: MoveError | TimeoutError) -> DirectRefused:

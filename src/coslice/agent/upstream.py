@@ -30,7 +30,7 @@ from coslice.agent.peer import Peer, Unidentified, process_of
 from coslice.agent.processes import alive
 from coslice.agent.registry import RegistrationRefused, Registry
 from coslice.agent.upstream_channel import BROKEN, UpstreamChannel
-from coslice.agent.upstream_ledger import NOTABLE, Ledger, Place
+from coslice.agent.upstream_ledger import NOTABLE, Entry, Ledger, Place
 from coslice.agent.upstream_operations import Operation, Operations, Order
 from coslice.core.events import ContextState
 from coslice.core.ids import GroupId, JobId
@@ -108,11 +108,11 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
 
     async def close(self) -> None:
         """Operations that are under way are the next agent's to carry on."""
-        for channel in self._channels:
-            channel.end()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for channel in self._channels:
+            channel.leave()
 
     # ── the calls ──────────────────────────────────────────────────────────
 
@@ -125,9 +125,13 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
             if asked.fault and state in (up.JOB_STATE_UNSPECIFIED, up.JOB_STATE_IDLE):
                 state = up.JOB_STATE_RUNNING  # upstream fails the operation then, not the call
             self._expect(job, state, up.JOB_STATE_RUNNING)
-            mode = asked.mode or self._default_mode(job)
             order = Order(
-                kind="snapshot", job=job, backend=asked.backend, mode=mode, tags=asked.tags, pids=asked.pids
+                kind="snapshot",
+                job=job,
+                backend=asked.backend,
+                mode=asked.mode,
+                tags=asked.tags,
+                pids=asked.pids,
             )
             operation = await self._start(order, fault=self._fault(job, asked))
         except DirectRefused as refusal:
@@ -169,12 +173,13 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
 
     async def Status(self, request: up.StatusRequest, context: Context) -> up.StatusResponse:
         await self._survey(max_age=0.1)
-        states = {job: self._state_now(job) for job in {m.job for m in self._members.of_group(NO_GROUP)}}
+        known = {JobId(e.job) for e in self._ledger.of_group(NO_GROUP)}
+        states = {j: self._state_now(j) for j in known | {m.job for m in self._members.of_group(NO_GROUP)}}
         states |= {JobId(job): up.JOB_STATE_TRANSITIONING for job in self._moving}
         for group in self._groups.values():
             for fact in group.facts().contexts:
-                known = states.get(fact.job, up.JOB_STATE_IDLE)
-                states[fact.job] = max(known, _GROUP_STATES[fact.state], key=_NOTABLE.index)
+                so_far = states.get(fact.job, up.JOB_STATE_IDLE)
+                states[fact.job] = max(so_far, _GROUP_STATES[fact.state], key=_NOTABLE.index)
         return up.StatusResponse(
             job_statuses=[up.JobStatus(job_id=job, state=states[job]) for job in sorted(states)],
             accelerator_statuses=self._accelerators(),
@@ -246,8 +251,10 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
         """Durable when it returns; raises ``DirectRefused`` when another was faster."""
         if order.job in self._moving or self._direct.moving(order.job):
             self._expect(order.job, up.JOB_STATE_TRANSITIONING, up.JOB_STATE_RUNNING)
-        members = self._members.of_job(NO_GROUP, JobId(order.job))
-        operation = self._operations.new(order, [ProcessRef(m.pid, m.started) for m in members])
+        members, absent = self._members.of_job(NO_GROUP, JobId(order.job)), self._absent(order.job)
+        processes = [ProcessRef(m.pid, m.started) for m in members]
+        processes += [ProcessRef(e.pid, e.started) for e in absent]
+        operation = self._operations.new(order, processes)
         if fault:
             await self._operations.fail(operation, fault)
             return operation
@@ -257,10 +264,11 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
         except BaseException:
             del self._moving[order.job]
             raise
-        self._begin(operation)
+        self._begin(operation, again=bool(absent))
         return operation
 
-    def _begin(self, operation: Operation, *, again: bool = False) -> None:
+    def _begin(self, operation: Operation, *, again: bool) -> None:
+        """``again``: of a job whose processes were the last agent's, and have to come back first."""
         self._moving[operation.order.job] = operation
         self._spawn(self._carry_out(operation, again=again), f"{operation.order.kind} {operation.id}")
 
@@ -298,24 +306,37 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
         if order.kind == "snapshot":
             out, nothing = await self._direct.snapshot(
                 order.job,
-                mode=order.mode,
+                mode=order.mode or self._default_mode(order.job),
                 tags=order.tags,
                 timeout=0.0,
                 pids=order.pids,
                 backend=order.backend,
                 admin=True,  # who named them was checked when it began
             )
-            return (self._held(order.job), 0) if nothing else (out.bytes, out.residual)
+            return (
+                (self._held(order.job), self._on_device(order.job)) if nothing else (out.bytes, out.residual)
+            )
         for member in self._members.of_job(NO_GROUP, JobId(order.job)):
             if isinstance(channel := member.channel, UpstreamChannel):
                 channel.restore_tags = order.tags
-        back, _ = await self._direct.restore(order.job, timeout=0.0)
-        return 0, back.bytes
+        back, nothing = await self._direct.restore(order.job, timeout=0.0)
+        return 0, self._on_device(order.job) if nothing else back.bytes
 
     def _held(self, job: str) -> int:
         """Bytes of the job that are in host memory, as far as anybody counted them."""
         members = self._members.of_job(NO_GROUP, JobId(job))
         return sum(m.state_bytes or self._ledger.of(m).freed for m in members if m.sleeps)
+
+    def _on_device(self, job: str) -> int:
+        """Bytes of the job's state there, as far as anybody has seen it move."""
+        members = self._members.of_job(NO_GROUP, JobId(job))
+        return sum(m.usage() if m.sleeps else max(m.usage(), self._ledger.of(m).freed) for m in members)
+
+    def _absent(self, job: str) -> list[Entry]:
+        """Its processes that the last agent moved, and that have not come back to this one."""
+        known = {(m.pid, m.started) for m in self._members.of_job(NO_GROUP, JobId(job))}
+        entries = self._ledger.of_group(NO_GROUP)
+        return [e for e in entries if e.job == job and (e.pid, e.started) not in known]
 
     async def _processes_back(self, operation: Operation) -> None:
         """Raises ``DirectRefused`` if they do not come."""
@@ -335,8 +356,7 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
         if gone := missing():
             raise DirectRefused(
                 grpc.StatusCode.ABORTED,
-                f"the agent restarted in the middle, and process {gone[0]} did not come back to it within "
-                f"{COME_BACK:g} s",
+                f"the agent restarted, and process {gone[0]} did not come back to it within {COME_BACK:g} s",
             )
 
     # ── what is known ──────────────────────────────────────────────────────
@@ -349,7 +369,7 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
             members = self._direct.find(job)
         except DirectRefused as refusal:
             if refusal.status is grpc.StatusCode.NOT_FOUND:
-                return up.JOB_STATE_IDLE
+                return self._state_now(JobId(job))
             raise
         if any(member.device == "cuda" for member in members):
             await self._survey(max_age=0.0)
@@ -358,9 +378,12 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
     def _state_now(self, job: JobId) -> _State:
         if job in self._moving or self._direct.moving(job):
             return up.JOB_STATE_TRANSITIONING
-        members = self._members.of_job(NO_GROUP, job)
-        if any(not self._ledger.of(member).settled for member in members):
+        members, absent = self._members.of_job(NO_GROUP, job), self._absent(job)
+        if any(not entry.settled for entry in (*map(self._ledger.of, members), *absent)):
             return up.JOB_STATE_FAULTED
+        if absent:
+            here = any(e.place is Place.HERE for e in absent) or not all(m.sleeps for m in members)
+            return up.JOB_STATE_RUNNING if here else up.JOB_STATE_SAVED
         if members and all(member.sleeps for member in members):
             return up.JOB_STATE_SAVED
         if not members or all(m.device == "cuda" and m.usage() == 0 for m in members):
@@ -370,7 +393,8 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
     def _fault(self, job: str, asked: requests.Asked) -> str:
         """Why upstream would begin the operation and fail it; empty: no reason."""
         members = self._members.of_job(NO_GROUP, JobId(job))
-        if asked.backend == CHANNEL and not any(member.connected for member in members):
+        connected = any(member.connected for member in members)
+        if asked.backend == CHANNEL and not connected and not self._absent(job):
             return f"job {job} has no workload channel to this agent: it is to register, or to come back"
         return asked.fault
 

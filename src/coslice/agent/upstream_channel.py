@@ -70,6 +70,12 @@ class UpstreamChannel(OpenChannel):
             if not waiting.done():
                 waiting.set_exception(Broken())
 
+    def leave(self) -> None:
+        """The agent stops: nothing fails by that. What has no answer yet is the next agent's to settle."""
+        for task in self._tasks:
+            task.cancel()
+        self.end()
+
     async def take_over(self) -> None:
         """Its process has opened another: returns once nothing is under way here."""
         self.end()
@@ -145,7 +151,8 @@ class UpstreamChannel(OpenChannel):
             return
         before = await self._measure(member.pid, member.device)
         tags, self.restore_tags = self.restore_tags, ()
-        await self._ledger.put(replace(entry, place=Place.UNSURE))
+        told = Place.RETURNING if entry.place is Place.AWAY else Place.UNSURE
+        await self._ledger.put(replace(entry, place=told, before=before))
         error = await self._ask(up.AgentCommand(restore=up.RestoreCommand(tags=tags)))
         if error is None:
             after = await self._measure(member.pid, member.device)

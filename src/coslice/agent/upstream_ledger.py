@@ -28,13 +28,15 @@ class Place(StrEnum):
     LEAVING = "leaving"
     """Told to leave; no answer."""
     AWAY = "away"
+    RETURNING = "returning"
+    """Told to come back; no answer."""
     UNSURE = "unsure"
     """Told to leave or to come, and nothing tells whether it did. A restore settles it."""
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """One process. ``before``: bytes in use when it was told to leave; ``freed``: what it gave up the last
-    time it did."""
+    """One process. ``before``: bytes in use when it was told to leave, or to come back; ``freed``: what it
+    gave up the last time it left."""
 
     group: str
     job: str
@@ -70,6 +72,10 @@ class Ledger:
         found = self._entries.get(_key(group, job, pid, started))
         return found or Entry(group=group, job=job, pid=pid, started=started)
 
+    def of_group(self, group: str) -> list[Entry]:
+        """Of processes that live; connected or not."""
+        return [e for e in self._entries.values() if e.group == group and alive(e.pid, e.started)]
+
     async def put(self, entry: Entry) -> None:
         """Returns once it is written; only then may what it says be done."""
         self._entries[_key(entry.group, entry.job, entry.pid, entry.started)] = entry
@@ -80,7 +86,10 @@ class Ledger:
     async def settle(self, entry: Entry, now: int) -> Entry:
         """Its process is back, and whatever it was told it has done by now; ``now``: bytes it uses."""
         if not entry.settled:
-            entry = replace(entry, place=judged(entry, now))
+            place = judged(entry, now)
+            if entry.place is Place.LEAVING and place is Place.AWAY:
+                entry = replace(entry, freed=entry.before - now)
+            entry = replace(entry, place=place)
             await self.put(entry)
         return entry
 
@@ -91,6 +100,11 @@ def _key(group: str, job: str, pid: int, started: int) -> str:
 
 def judged(entry: Entry, now: int) -> Place:
     """By its memory: much of what it had is gone, or all is there that went the last time."""
+    if entry.place is Place.RETURNING:
+        rose = now - entry.before
+        if entry.freed < NOTABLE or entry.freed // 10 <= rose < entry.freed // 2:
+            return Place.UNSURE
+        return Place.HERE if rose >= entry.freed // 2 else Place.AWAY
     if entry.place is not Place.LEAVING:
         return Place.UNSURE
     fell = entry.before - now
