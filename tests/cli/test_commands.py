@@ -36,6 +36,20 @@ with orchestrator.on_accelerators():
 """
 
 
+def test_an_answer_that_has_no_room_is_an_error_of_one_line() -> None:
+    """To a full disk: a traceback, or nothing at all and status 120."""
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [*COSLICE, "profile", "--busy", "5", "--period", "9"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+            text=True,
+        )
+    assert ended.stderr == "coslice: cannot write the answer: No space left on device\n"
+    assert ended.returncode == 1
+
+
 def test_help_teaches_the_first_steps() -> None:
     text = coslice("--help").stdout
     for words in ("coslice demo", "coslice up", "coslice run", "coslice status"):

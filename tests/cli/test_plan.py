@@ -216,6 +216,21 @@ def test_a_foreign_file_in_a_folder_is_told_beside_the_answer(profiles: Path) ->
     assert "only its profiles are taken, not index.json" in result.stderr
 
 
+def test_the_files_are_there_although_nobody_reads_the_screen_to_its_end(
+    profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``coslice plan … --out groups.toml | head -1`` wrote no groups file."""
+
+    def left(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("coslice.plan.explain.explain", left)
+    files = {"--json": tmp_path / "plan.json", "--out": tmp_path / "g.toml", "--picture": tmp_path / "p.svg"}
+    with pytest.raises(BrokenPipeError):
+        call(str(profiles), *(word for option, file in files.items() for word in (option, str(file))))
+    assert all(file.stat().st_size for file in files.values())
+
+
 def test_the_example(tmp_path: Path) -> None:
     """As its page says, with the real command."""
     command = shutil.which("coslice", path=str(Path(__import__("sys").executable).parent))

@@ -85,6 +85,7 @@ def test_a_profile_without_a_file(tmp_path: Path) -> None:
         (["/does/not/exist"], "cannot read"),
         (["--busy", "5", "--period", "9", "--name", "../up"], "not a job name"),
         (["--busy", "5", "--period", "1e308"], "--period"),
+        (["x", "--state", "5GiB"], "--state goes with --busy and --period"),
         (["x", "--swap-s", "inf"], "--swap-s inf: a number from 0"),
         (["x", "--staleness", "inf"], "--staleness"),
         (["x", "--join-s", "nan"], "--join-s"),
@@ -94,3 +95,16 @@ def test_a_profile_without_a_file(tmp_path: Path) -> None:
 def test_mistakes_are_told(arguments: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         call(*arguments)
+
+
+def test_the_files_are_there_although_nobody_reads_the_screen_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("coslice.cli.profile._print", left)
+    with pytest.raises(BrokenPipeError):
+        call("--busy", "5", "--period", "9", "--out", str(tmp_path / "p.json"), "--json", str(tmp_path / "f"))
+    assert decode_profile((tmp_path / "p.json").read_bytes()).name == "given"
+    assert json.loads((tmp_path / "f").read_text())["profiles"]

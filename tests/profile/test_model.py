@@ -84,6 +84,7 @@ def test_a_foreign_file_is_refused(data: bytes, says: str) -> None:
         ({"name": "a b"}, "not a job name"),
         ({"accelerators": -1}, "accelerators"),
         ({"nodes": 0}, "nodes are 1 or more"),
+        ({"accelerators": 10**18}, "accelerators and nodes are at most 1000000"),
         ({"period": {"mean": 7.0}}, "period: a mean of 7 s, and its phases add up to"),
         ({"busy": {"mean": 1e308}}, "busy: seconds are 0 or more"),
         ({"samples": [-3.0]}, "seconds are 0 or more"),

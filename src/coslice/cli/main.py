@@ -1,5 +1,6 @@
 """The ``coslice`` command. Each sub-command imports what it needs only when it runs."""
 
+import errno
 import importlib.metadata
 import os
 import sys
@@ -272,13 +273,20 @@ def check_phases(
     raise typer.Exit(check(command, environment=_outside(context), groups=names, swap_s=swap_s, out=json))
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
 def main() -> None:
     """Entry point: an error of ours is one line on standard error, never a traceback."""
     outside = dict(os.environ)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core prints what we say better
     redact.set_up()
     try:
-        app(obj=outside)
+        try:
+            app(obj=outside)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except ConfigError as error:
         _fail(error, 2)
     except CosliceError as error:
@@ -286,6 +294,11 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to be said has no place either
+        _fail(CosliceError(f"cannot write the answer: {error.strerror}"), 1)
 
 
 def _outside(context: typer.Context) -> dict[str, str]:

@@ -93,20 +93,20 @@ def plan(
     )
     import msgspec
 
-    if json is not None:
-        data = msgspec.json.format(msgspec.json.encode(made), indent=1)
-        if str(json) == "-":
-            print(data.decode())
-        else:
-            write(json, data + b"\n")
-    if json is None or str(json) != "-":
-        Console(highlight=False, emoji=False, soft_wrap=True).print(escape(explain(made)))
+    data = msgspec.json.format(msgspec.json.encode(made), indent=1)
+    if json is not None and str(json) != "-":
+        write(json, data + b"\n")
     if out is not None:
         write(out, format_groups(made).encode())
     if picture is not None:
         units = units_of(found, where, max_slowdown)
         draw = page if picture.suffix == ".html" else svg
         write(picture, draw(made, units).encode())
+    # Last: whoever reads may leave in the middle, and the files are there then.
+    if str(json) == "-":
+        print(data.decode())
+    else:
+        Console(highlight=False, emoji=False, soft_wrap=True).print(escape(explain(made)))
 
 
 def groups_given(group: list[str] | None, file: Path | None, *, node: str | None = None) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import typer
 
 from coslice.cli.finite import within
 from coslice.errors import ConfigError
+from coslice.profile.number import MOST_ACCELERATORS
 
 if TYPE_CHECKING:
     from coslice.profile.figures import PoolFigures
@@ -53,7 +54,9 @@ def profile(
     disaggregated: Annotated[
         bool, typer.Option("--disaggregated", help="Generation runs on accelerators of its own.")
     ] = False,
-    accelerators: Annotated[int, typer.Option(min=0, metavar="N", help="How many the pool has.")] = 0,
+    accelerators: Annotated[
+        int, typer.Option(min=0, max=MOST_ACCELERATORS, metavar="N", help="How many the pool has.")
+    ] = 0,
     role: Annotated[
         list[str] | None,
         typer.Option(metavar="GPU=ROLE", help="Utilisation: 0=trainer, 1=sampler; repeat for each."),
@@ -117,16 +120,16 @@ def profile(
     )
     profiles = _profiles(files or [], options, name, busy, period, state)
     rows = [_figures(found, swap_s) for found in profiles]
-    if json is None or str(json) != "-":
-        _print(profiles, swap_s)
-    if json is not None:
-        text = json_module.dumps({"swap_s": swap_s, "profiles": rows}, indent=1)
-        if str(json) == "-":
-            print(text)
-        else:
-            write(json, text.encode() + b"\n")
+    text = json_module.dumps({"swap_s": swap_s, "profiles": rows}, indent=1)
+    if json is not None and str(json) != "-":
+        write(json, text.encode() + b"\n")
     if out is not None:
         _write_profiles(out, profiles)
+    # Last: whoever reads may leave in the middle, and the files are there then.
+    if str(json) == "-":
+        print(text)
+    else:
+        _print(profiles, swap_s)
 
 
 def _profiles(
@@ -154,6 +157,8 @@ def _profiles(
             raise ConfigError("--busy and --period go together, and take the place of a file")
         size = parse_size(state) if state else 0
         return [given_profile(name or "given", busy=busy, period=period, options=options, state_bytes=size)]
+    if state:
+        raise ConfigError("--state goes with --busy and --period: of files, it is what they say")
     if not files:
         raise ConfigError(f"name a file to read ({KNOWN}), or give --busy and --period")
     profiles = read_all(files, options, note=note)

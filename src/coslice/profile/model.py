@@ -30,7 +30,7 @@ from msgspec import Struct
 
 from coslice.core.ids import check_name
 from coslice.errors import ConfigError
-from coslice.profile.number import seconds
+from coslice.profile.number import MOST_ACCELERATORS, seconds
 
 FORMAT = 1
 KEEP_SAMPLES = 4096
@@ -322,6 +322,8 @@ def _check_pool(pool: Pool) -> None:
             )
     if pool.accelerators < 0 or pool.nodes < 1 or pool.state_bytes < 0 or pool.device_bytes < 0:
         raise ConfigError("nodes are 1 or more, accelerators, state_bytes and device_bytes 0 or more")
+    if max(pool.accelerators, pool.nodes) > MOST_ACCELERATORS:
+        raise ConfigError(f"accelerators and nodes are at most {MOST_ACCELERATORS}")
 
 
 def _check_durations(name: str, part: Durations) -> None:

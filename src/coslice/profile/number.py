@@ -5,6 +5,8 @@ LONGEST = 1e9
 """Seconds; thirty years. Whatever is longer is a mistake, and would be infinite in a square."""
 MOST = 1e9
 """GiB."""
+MOST_ACCELERATORS = 1_000_000
+"""Of one pool; nodes too."""
 
 
 def seconds(value: object) -> float | None:

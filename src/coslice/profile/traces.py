@@ -102,5 +102,5 @@ def _staleness(mode: str) -> float | None:
 
 
 def _trainers(gpus: str) -> int:
-    match = re.search(r"(\d+) trainer", gpus)
+    match = re.search(r"\b(\d{1,6}) trainer", gpus)
     return int(match[1]) if match else 0
