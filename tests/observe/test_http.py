@@ -117,6 +117,10 @@ async def test_it_is_ready_once_the_orchestrator_is() -> None:
         assert (await http.get("/readyz")).status_code == 200
 
 
+async def exposed(board: Board) -> bytes:
+    return b"".join([block async for block in board.exposition()])
+
+
 async def test_whoever_stands_by_says_so() -> None:
     board = Board()
     nowhere = "etcd://127.0.0.1:1/nobody"  # nobody is ever elected there
@@ -124,7 +128,7 @@ async def test_whoever_stands_by_says_so() -> None:
     app = OrchestratorApp(config, board=board)
     await app.start()
     try:
-        assert b"coslice_leader 0.0" in await board.exposition()
+        assert b"coslice_leader 0.0" in await exposed(board)
     finally:
         await app.stop()
 
@@ -134,7 +138,7 @@ async def test_the_leader_tells_how_many_stand_by(monkeypatch: pytest.MonkeyPatc
 
     async def until(line: bytes) -> None:
         async with asyncio.timeout(30):
-            while line not in (await boards[0].exposition()).split(b"\n"):  # noqa: ASYNC110  the API tells nobody who came
+            while line not in (await exposed(boards[0])).split(b"\n"):  # noqa: ASYNC110  the API tells nobody who came
                 await asyncio.sleep(0.02)
 
     with FakeKubernetes() as api:
@@ -149,7 +153,7 @@ async def test_the_leader_tells_how_many_stand_by(monkeypatch: pytest.MonkeyPatc
             await standby.start()
             try:
                 await until(b"coslice_standbys 1.0")
-                assert b"\ncoslice_standbys " not in await boards[1].exposition()
+                assert b"\ncoslice_standbys " not in await exposed(boards[1])
             finally:
                 await standby.stop()
             await until(b"coslice_standbys 0.0")

@@ -14,7 +14,7 @@ from coslice.core.ids import Epoch, GroupId, Incarnation, JobId, NodeId, Request
 from coslice.core.policy import policy_named
 from coslice.observe.metric import MAX_GROUPS, MAX_JOBS, OTHER, Names, Readings, Source
 from coslice.orchestrator import metrics
-from coslice.orchestrator.job_meter import OF_JOBS, JobMeter
+from coslice.orchestrator.job_meter import OF_JOBS, JobMeter, Turns, of_jobs
 from coslice.orchestrator.metrics import Meter, Pushed
 
 NODE = NodeId("n0")
@@ -73,14 +73,14 @@ class Scraped:
         self._readings = Readings()
         self._readings.sources = [
             Source(metrics.OF_GROUPS, self._groups, metrics.of_groups),
-            Source(metrics.COUNTED, self._pushed.take, lambda found: found),
-            Source(OF_JOBS, self._jobs, lambda found: found),
+            Source(metrics.COUNTED, self._pushed.take, metrics.of_counts),
+            Source(OF_JOBS, self._jobs, of_jobs),
         ]
 
     def _groups(self) -> metrics.Taken:
         return metrics.Taken(tuple(lock.state for lock in self._locks), self._locks[0].now)
 
-    def _jobs(self) -> object:
+    def _jobs(self) -> Turns:
         self._pushed.jobs.prune({lock.state.id: lock.state for lock in self._locks})
         return self._pushed.jobs.take()
 
@@ -117,7 +117,7 @@ def test_jobs_that_are_there_at_once_share_a_name_beyond_the_limit() -> None:
             lock.ask(f"job-{number}", at=1.0)
             lock.give(f"job-{number}", at=2.0)
     pushed.jobs.prune({lock.state.id: lock.state for lock in locks})
-    found = pushed.jobs.take()
+    found = of_jobs(pushed.jobs.take())
     turns = {labels: value for metric, labels, value in found if metric.name == "coslice_job_turns_total"}
     own = [labels for labels in turns if labels[1] != OTHER]
     assert len(own) == MAX_JOBS
@@ -133,7 +133,7 @@ def test_a_job_that_ends_makes_room_for_the_next() -> None:
     for number in range(3):
         lock.ask(f"job-{number}", at=float(number))
         lock.give(f"job-{number}", at=number + 0.5)
-        named = {labels[1] for _, labels, _ in pushed.jobs.take()}
+        named = {labels[1] for _, labels, _ in of_jobs(pushed.jobs.take())}
         assert f"job-{number}" in named
         lock.leave(f"job-{number}", at=number + 0.6)
         pushed.jobs.prune({lock.state.id: lock.state})
@@ -158,11 +158,26 @@ def test_a_deleted_group_takes_its_series_with_it() -> None:
         lock.ask("job", at=1.0)
         lock.give("job", at=2.0)
         lock.meter.close()
-        taken = pushed.take()
+        taken = tuple(metrics.of_counts(pushed.take()))
         counts.append(sum(len(family.samples) for family in registry.collect()) + len(taken))
         decisions.append(sum(value for metric, _, value in taken if metric is metrics.DECISIONS))
     assert counts[-1] == counts[0]
     assert decisions == [decisions[0] * n for n in range(1, 21)], "a counter never falls"
+
+
+def test_groups_may_go_on_while_their_counts_are_read() -> None:
+    pushed = Pushed(CollectorRegistry())
+    locks = [Lock(f"g{number}", pushed) for number in range(2)]
+    for lock in locks:
+        lock.ask("a", at=1.0)
+        lock.give("a", at=2.0)
+    counts, jobs = metrics.of_counts(pushed.take()), of_jobs(pushed.jobs.take())
+    first, own = next(counts), next(jobs)
+    locks[0].leave("a", at=3.0)  # for reasons that were not counted before
+    locks[1].meter.close()
+    decided = {labels[0]: value for metric, labels, value in (first, *counts) if metric is metrics.DECISIONS}
+    assert decided["queued"] == 2, "what a group counted that is gone is counted once"
+    assert {labels[0] for _, labels, _ in (own, *jobs)} == {"g0", "g1"}
 
 
 def test_a_name_given_up_is_free_again() -> None:
@@ -207,7 +222,9 @@ def test_the_estimate_is_the_cycle_with_its_wait_over_the_cycle_without() -> Non
 
 
 def slowdowns(pushed: Pushed) -> dict[str, float]:
-    return {labels[1]: v for m, labels, v in pushed.jobs.take() if m.name == "coslice_job_slowdown_ratio"}
+    return {
+        labels[1]: v for m, labels, v in of_jobs(pushed.jobs.take()) if m.name == "coslice_job_slowdown_ratio"
+    }
 
 
 def test_a_repeated_request_is_not_a_second_grant() -> None:

@@ -1,5 +1,7 @@
 """The text that is served is the one that prometheus_client writes."""
 
+from collections.abc import Iterator
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -9,8 +11,9 @@ from prometheus_client import (
     generate_latest,
 )
 
+from coslice.observe.board import BLOCK, Board
 from coslice.observe.exposition import LINES, pieces
-from coslice.observe.metric import SECONDS, VALUES, Metric, histogram
+from coslice.observe.metric import SECONDS, VALUES, Metric, Source, histogram
 
 
 def test_it_is_what_the_library_writes() -> None:
@@ -39,5 +42,23 @@ def test_a_histogram_of_many_groups_comes_in_parts_and_reads_as_one() -> None:
     for number in range(20):
         for one in same:
             one.labels(f"g{number}").observe(0.01 * number)
-    assert max(len(family.samples) for family in parted.collect()) == VALUES
+    assert max(len(family.samples) for family in parted.collect()) <= VALUES
     assert "".join(pieces(parted.collect())).encode() == generate_latest(whole)
+
+
+async def test_a_long_exposition_goes_out_in_blocks_as_it_is_written() -> None:
+    board, told = Board(), Metric("size_bytes", "gauge", "Sized.", ("group",))
+
+    def values(_: None) -> Iterator[tuple[Metric, tuple[str, ...], float]]:
+        for number in range(10_000):
+            yield told, (f"g{number}",), float(number)
+
+    board.add(Source((told,), lambda: None, values))
+    blocks = [block async for block in board.exposition()]
+    assert len(blocks) > 3
+    assert max(len(block) for block in blocks) < 2 * BLOCK
+    lines = b"".join(blocks).split(b"\n")
+    assert [line for line in lines if line.startswith(b"size_bytes{")][
+        -1
+    ] == b'size_bytes{group="g9999"} 9999.0'
+    assert len(lines) > 10_000

@@ -5,17 +5,20 @@ An app adds what it has when it is made; one board may carry several apps (``cos
 
 import asyncio
 import importlib.metadata
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import chain
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry
 from starlette.routing import BaseRoute
 
 from coslice.observe.exposition import pieces
 from coslice.observe.lag import Lag
 from coslice.observe.metric import Metric, Readings, Source
+from coslice.observe.process import Process
 
+BLOCK = 64 << 10
+"""Characters that go out together."""
 INFO = Metric("coslice_info", "gauge", "Always 1; the version that runs here.", ("version",))
 
 
@@ -24,7 +27,7 @@ class Board:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # series nobody asks for
         self.registry = CollectorRegistry()
         """Counters and histograms register themselves here."""
-        ProcessCollector(registry=self.registry)  # process_*: CPU, memory, files of this process
+        self.registry.register(Process())
         self.lag = Lag(self.registry)
         self._readings = Readings()
         self.before: list[Callable[[], Awaitable[None]]] = []
@@ -42,16 +45,21 @@ class Board:
         """Values that are read when somebody asks."""
         self._readings.sources.append(source)
 
-    async def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format, as the states are now. In the loop's own thread, a piece
-        between any two turns of the loop: one of its own would take the interpreter from each of them."""
+    async def exposition(self) -> AsyncIterator[bytes]:
+        """All metrics in Prometheus' text format, as the states are now, in blocks. In the loop's own thread,
+        a piece between any two turns of the loop: one of its own would take the interpreter from each of
+        them."""
         for ask in self.before:
             await ask()
-        found: list[str] = []
+        block, size = [], 0
         for piece in pieces(chain(self._readings.gather(), self.registry.collect())):
-            found.append(piece)
+            block.append(piece)
+            size += len(piece)
+            if size >= BLOCK:
+                yield "".join(block).encode()
+                block, size = [], 0
             await asyncio.sleep(0)
-        return "".join(found).encode()
+        yield "".join(block).encode()
 
     def waiting_for(self) -> dict[str, str]:
         """The parts that are not ready, each with why."""

@@ -6,6 +6,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.utils import floatToGoString
 
 LINES = 50
+KNOWN = 2000
+"""Labels and values that are remembered as they are written; so few that to forget them takes no time."""
 _ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _HELP = str.maketrans({"\\": r"\\", "\n": r"\n"})
 
@@ -31,9 +33,13 @@ def pieces(families: Iterable[Family | None]) -> Iterator[str]:
             key = tuple(sample.labels.items())
             labels = labelled.get(key)
             if labels is None:
+                if len(labelled) >= KNOWN:
+                    labelled.clear()
                 labels = labelled[key] = _labels(key)
             value = told.get(sample.value)
             if value is None:
+                if len(told) >= KNOWN:
+                    told.clear()
                 value = told[sample.value] = floatToGoString(sample.value)  # type: ignore[no-untyped-call]
             found.append(f"{sample.name}{labels} {value}\n")
             if len(found) >= LINES:

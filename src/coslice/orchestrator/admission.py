@@ -30,6 +30,8 @@ from coslice.runtime.threads import computing
 from coslice.wire.v1 import coslice_pb2 as pb
 
 log = logging.getLogger(__name__)
+TOGETHER = 100
+"""Events that are heard in one go at most, where nothing is judged: a good half millisecond."""
 LOUD = frozenset({Code.REFUSED, Code.WARNED, Code.QUEUED, Code.EVICTED, Code.REORDERED})
 
 
@@ -72,6 +74,7 @@ class Admissions:
         """Set while nothing is to be judged, of what was heard so far."""
         self.idle.set()
         self._unheard: list[tuple[GroupLock, ev.GroupEvent, Step[Group, fx.GroupEffect]]] = []
+        self._catching_up = False  # about to
 
     def warden(self, lock: GroupLock) -> Warden:
         warden = self._wardens.get(lock)
@@ -94,6 +97,7 @@ class Admissions:
 
     def configured(self, lock: GroupLock) -> None:
         """Its configuration may be another one now."""
+        self._catch_up()
         warden, config = self._wardens.get(lock), lock.config
         if warden is None:
             return
@@ -117,16 +121,21 @@ class Admissions:
     # ── what happens ───────────────────────────────────────────────────────
 
     def heard(self, event: ev.GroupEvent, step: Step[Group, fx.GroupEffect]) -> None:
-        """Only taken down: whoever posted the event still waits for its answer."""
+        """Only taken down: whoever posted the event still waits for its answer. Where nothing is judged it is
+        heard with many others, or once somebody looks."""
         lock = self._lock_of(step.state.id)
         if lock is None:
             return
-        if not self._unheard:
-            asyncio.get_running_loop().call_soon(self._catch_up)
         self._unheard.append((lock, event, step))
+        if lock.config.admission == "off" and not step.state.deleted and len(self._unheard) < TOGETHER:
+            return
+        if not self._catching_up:
+            self._catching_up = True
+            asyncio.get_running_loop().call_soon(self._catch_up)
 
     def _catch_up(self) -> None:
         unheard, self._unheard = self._unheard, []
+        self._catching_up = False
         for lock, event, step in unheard:
             self._hear(lock, event, step)
 

@@ -30,9 +30,9 @@ from coslice.core.ids import GroupId
 from coslice.core.outcome import Rejected
 from coslice.errors import ConfigError
 from coslice.observe.board import Board
-from coslice.observe.metric import Reading, Source
+from coslice.observe.metric import Source
 from coslice.observe.tracing import Tracing
-from coslice.orchestrator import dashboard, metrics
+from coslice.orchestrator import dashboard, job_meter, metrics
 from coslice.orchestrator.admin import Admin
 from coslice.orchestrator.admission import Admissions
 from coslice.orchestrator.admission_store import AdmissionStore
@@ -40,7 +40,6 @@ from coslice.orchestrator.agents import Agents
 from coslice.orchestrator.config import GroupConfig, OrchestratorConfig, agents_address, check
 from coslice.orchestrator.desk import Desk, Stream
 from coslice.orchestrator.groups import Groups
-from coslice.orchestrator.job_meter import OF_JOBS
 from coslice.orchestrator.live import Live, Term
 from coslice.orchestrator.metrics import Pushed
 from coslice.orchestrator.observer import Observer
@@ -413,10 +412,10 @@ class OrchestratorApp:
             if (shown := self._shown) is not None and shown.roster is not None:
                 await shown.roster.refresh()
 
-        def of_counts() -> tuple[Reading, ...]:
-            return () if self._pushed is None else self._pushed.take()
+        def of_counts() -> metrics.Counts:
+            return metrics.Counts((), {}) if self._pushed is None else self._pushed.take()
 
-        def of_jobs() -> tuple[Reading, ...]:
+        def of_jobs() -> job_meter.Turns:
             if (pushed := self._pushed) is None or (shown := self._shown) is None:
                 return ()
             pushed.jobs.prune({lock.id: lock.state for lock in shown.groups})
@@ -425,8 +424,8 @@ class OrchestratorApp:
         board.before.append(ask_who_stands_by)
         board.add(Source(metrics.OF_GROUPS, of_groups, metrics.of_groups))
         board.add(Source(metrics.OF_PROCESS, of_process, metrics.of_process))
-        board.add(Source(metrics.COUNTED, of_counts, lambda found: found))
-        board.add(Source(OF_JOBS, of_jobs, lambda found: found))
+        board.add(Source(metrics.COUNTED, of_counts, metrics.of_counts))
+        board.add(Source(job_meter.OF_JOBS, of_jobs, job_meter.of_jobs))
 
     async def wait_ready(self) -> None:
         """Returns once ``start`` is done."""

@@ -54,6 +54,9 @@ class _Turns:
         return self.shared / self.solo if self.count >= ENOUGH and self.solo > 0 else None
 
 
+Turns = tuple[tuple[Key, _Turns], ...]
+
+
 class JobMeter:
     def __init__(self, limit: int = MAX_JOBS) -> None:
         self._limit = limit
@@ -94,12 +97,13 @@ class JobMeter:
         for key in [key for key in self._others if key[0] not in groups]:
             del self._others[key]
 
-    def take(self) -> tuple[Reading, ...]:
-        return tuple(_readings({**self._jobs, **self._others}))
+    def take(self) -> Turns:
+        return (*self._jobs.items(), *self._others.items())
 
 
-def _readings(jobs: Mapping[Key, _Turns]) -> Iterator[Reading]:
-    for labels, turns in jobs.items():
+def of_jobs(taken: Turns) -> Iterator[Reading]:
+    """Others may have turns meanwhile."""
+    for labels, turns in taken:
         if (slowdown := turns.slowdown()) is not None and labels[1] != OTHER:
             yield SLOWDOWN, labels, slowdown
         yield TURNS, labels, turns.count

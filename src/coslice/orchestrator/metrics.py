@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
@@ -198,28 +198,35 @@ class Pushed:
         """Its series go with it, unless it shared them."""
         if not self._names.give_up(name):
             return
-        each: Histogram
         for each in (self.wait, self.hold, self.swap):
             each.remove(name)
         for code, count in self._tallies.pop(name).decided.items():
             self._past[code] += count
 
-    def take(self) -> tuple[Reading, ...]:
-        return tuple(self._read())
+    def take(self) -> "Counts":
+        return Counts(tuple(self._tallies.items()), dict(self._past))
 
-    def _read(self) -> Iterator[Reading]:
-        all_decided = self._past.copy()
-        for name, tally in self._tallies.items():
-            for code, count in tally.decided.items():
-                all_decided[code] += count
-                if code in FAULTY:
-                    yield FAULTS, (name, code.value), count
-            for code, count in tally.grants.items():
-                yield GRANTS, (name, code.value), count
-            for refused, count in tally.refusals.items():
-                yield REFUSALS, (name, refused.value), count
-        for code, count in all_decided.items():
-            yield DECISIONS, (code.value,), count
+
+class Counts(NamedTuple):
+    tallies: tuple[tuple[str, _Tally], ...]
+    """By the name of its groups."""
+    past: dict[ReasonCode, int]
+
+
+def of_counts(taken: Counts) -> Iterator[Reading]:
+    """Each tally is read at a moment of its own: others may count meanwhile."""
+    decided = defaultdict(int, taken.past)
+    for name, tally in taken.tallies:
+        for code, count in tuple(tally.decided.items()):
+            decided[code] += count
+            if code in FAULTY:
+                yield FAULTS, (name, code.value), count
+        for code, count in tuple(tally.grants.items()):
+            yield GRANTS, (name, code.value), count
+        for refused, count in tuple(tally.refusals.items()):
+            yield REFUSALS, (name, refused.value), count
+    for code, count in decided.items():
+        yield DECISIONS, (code.value,), count
 
 
 class Meter:
