@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 from orchestrator.world import World
 
+from coslice.orchestrator import upstream
 from coslice.orchestrator.config import GroupConfig
 from coslice.store.memory import MemoryStore
 from coslice.testing.fake_agent import failing, gated
@@ -30,7 +31,9 @@ class Caller:
         self.channel = grpc.aio.insecure_channel(address)
         self._stub: Any = TimeSliceOrchestratorServiceStub(self.channel)
 
-    async def acquire(self, job: str, group: str = "pool", timeout: float = BOUND) -> up.AcquireResponse:
+    async def acquire(
+        self, job: str, group: str = "pool", timeout: float | None = BOUND
+    ) -> up.AcquireResponse:
         request = up.AcquireRequest(job_id=job, group_id=group)
         return await self._stub.Acquire(request, timeout=timeout, wait_for_ready=True)
 
@@ -240,6 +243,24 @@ async def test_a_call_that_ends_early_leaves_no_ghost(world: World, callers: lis
     assert (await up_.acquire("job-c")).success
     status = await watcher.group("pool")
     assert {job.job for job in status.jobs} == {"job-c"}, "nothing of the others is kept"
+
+
+async def test_a_grant_whose_answer_would_come_too_late_is_taken_back(
+    world: World, callers: list[Caller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up_, _ = await started(world, callers)
+    await up_.acquire("job-b")
+    monkeypatch.setattr(upstream, "NEAR", BOUND)  # every grant is so near to its deadline
+    monkeypatch.setattr(upstream, "SHARE", 1.0)
+    assert await code_of(up_.acquire("job-b")) is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await up_.status()).group.locking_job == "job-b", "it has it by an earlier call"
+    late = asyncio.create_task(up_.acquire("job-a"))
+    watcher = await world.client("watcher")
+    await watcher.until("pool", lambda group: len(group.waiters) == 1)
+    await up_.give("job-b")
+    assert await code_of(late) is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await up_.status()).group.locking_job == ""
+    assert (await up_.acquire("job-a", timeout=None)).success
 
 
 async def test_two_processes_of_a_job_are_one_entry_and_one_yield_ends_it(

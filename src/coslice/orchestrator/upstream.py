@@ -12,10 +12,11 @@ A call that is cancelled or times out takes its place in the queue, or its grant
 import asyncio
 import functools
 import itertools
+import math
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
@@ -42,6 +43,10 @@ from coslice.wire.v1 import coslice_pb2 as pb
 SERVICE = "timeslice_orchestrator.v1alpha1.TimeSliceOrchestratorService"
 _PREFIX = "upstream:"
 """No native session is named so: theirs are fingerprints."""
+NEAR, SHARE, ROUNDED = 0.05, 0.1, 0.01
+"""A grant so near to its call's deadline is taken back: its answer would come too late, and the caller hold a
+lock of which it does not know. Seconds; the most of what the call allowed; by how much gRPC rounds that up on
+its way."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _Key = tuple[JobId, GroupId]
@@ -203,6 +208,7 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
             final=True,
             node=who.node,
         )
+        allowed = _time_left(context)
         answer = caller.answers.expect(request)
         older = _older(caller, lock) if caller.resumed else []
         parent = _traceparent(context) if self._verbs.traces else ""
@@ -213,10 +219,13 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
             if older:
                 await self._forget(caller, older, posted)
             grant = await answer
+            if _time_left(context) < min(SHARE * allowed, NEAR + ROUNDED * allowed):
+                text = "it was granted too near to its deadline for the answer to arrive"
+                await self._abandon(caller, request, text)
+                raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         except asyncio.CancelledError:
             # The call is gone, wherever it stood: in the queue, in a swap, or granted a moment ago.
-            gone = pb.Abandon(request=request, reason="its caller cancelled, timed out or vanished")
-            await asyncio.shield(self._verbs.handle(caller, pb.ClientMessage(abandon=gone)))
+            await self._abandon(caller, request, "its caller cancelled, timed out or vanished")
             raise
         except CosliceError as error:
             raise Refused(grpc.StatusCode.INTERNAL, str(error)) from error
@@ -234,8 +243,11 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
             with suppress(Rejected):
                 await posted
         for request in older:
-            gone = pb.Abandon(request=convert.unscoped(request), reason="its caller called again")
-            await self._verbs.handle(session, pb.ClientMessage(abandon=gone))
+            await self._abandon(session, convert.unscoped(request), "its caller called again")
+
+    async def _abandon(self, session: Session, request: str, reason: str) -> None:
+        gone = pb.Abandon(request=request, reason=reason)
+        await asyncio.shield(self._verbs.handle(session, pb.ClientMessage(abandon=gone)))
 
     async def _yield(self, caller: _Caller, lock: GroupLock, held: Held) -> None:
         who = caller.who
@@ -331,6 +343,12 @@ def _refused(why: pb.Refused) -> Refused:
 async def _abort(context: Context, refused: Refused) -> NoReturn:
     await context.abort(refused.status, refused.message)
     raise AssertionError("abort raises")
+
+
+def _time_left(context: Context) -> float:
+    """Seconds until the call's deadline."""
+    left = cast(float | None, context.time_remaining())  # None without a deadline, which its stubs deny
+    return math.inf if left is None else left
 
 
 def _traceparent(context: Context) -> str:
