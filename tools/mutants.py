@@ -142,7 +142,7 @@ MUTANTS = (
         "a drained node is granted all the same",
         (
             ("group_state", " and not held_up(group, w.job)\n    )", "\n    )"),
-            ("swap", "(drained := held_up(turn.group, swap.incoming))", "(drained := ())"),
+            ("swap", "(drained := held_up(group, swap.incoming))", "(drained := ())"),
         ),
     ),
 )

@@ -36,6 +36,7 @@ from coslice.core import events as ev
 from coslice.core.deadlines import next_deadline
 from coslice.core.effects import ReasonCode, RefuseCode
 from coslice.core.group_state import (
+    ACTIVE,
     Empty,
     Group,
     GroupRules,
@@ -51,6 +52,7 @@ from coslice.core.group_state import (
     contended,
     eligible,
     frozen_lease,
+    job_of,
     lease_with,
     missing,
     occupant,
@@ -60,7 +62,7 @@ from coslice.core.group_state import (
 from coslice.core.ids import GroupId, NodeId
 from coslice.core.outcome import Rejected, Step
 from coslice.core.policy import policy_named
-from coslice.core.policy.base import Ask, Choice, Policy, Reserve, Waiter
+from coslice.core.policy.base import NOTHING, Ask, Choice, Policy, Reserve, Waiter
 from coslice.core.restart import restarted, resume, stalled, told_late
 from coslice.core.turn import Turn
 
@@ -84,6 +86,9 @@ __all__ = [
     "told_late",
 ]
 
+_FREE = (Empty, Resident)
+_QUEUED = ReasonCode.QUEUED
+
 
 def new_group(
     id: GroupId, *, nodes: Sequence[NodeId] = (), rules: GroupRules | None = None, at: float = 0.0
@@ -97,7 +102,7 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
     """Apply one event. Raises ``Rejected``, with nothing changed, if the event is not allowed."""
     turn = Turn(group, event.at)
     if group.deleted and type(event) is not ev.AcquireRequested:
-        return turn.done()
+        return Step(group)
     # What happens often comes first.
     if type(event) is ev.AcquireRequested:
         _on_acquire(turn, event)
@@ -106,8 +111,8 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
     elif type(event) is ev.LeaseYielded:
         lease.yield_(turn, event)
     elif type(event) is ev.OpSucceeded:
-        if not membership.answered(turn, event):
-            membership.note(turn, event.node, event.facts)
+        if not (group.hung and membership.answered(turn, event)):
+            membership.heard(turn, event)
             swap.succeeded(turn, event)
     elif type(event) is ev.DeadlinePassed:
         deadlines.passed(turn)
@@ -128,8 +133,8 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
     elif type(event) is ev.NodeDetached:
         membership.detached(turn, event.node)
     elif type(event) is ev.OpFailed:
-        if not membership.answered(turn, event):
-            membership.note(turn, event.node, event.facts)
+        if not (group.hung and membership.answered(turn, event)):
+            membership.heard(turn, event)
             swap_failed.failed(turn, event)
     elif type(event) is ev.NodesChanged:
         membership.changed(turn, event.nodes)
@@ -149,45 +154,42 @@ def step(group: Group, event: ev.GroupEvent, policy: Policy) -> Step[Group, fx.G
         assert_never(event)
     after = turn.group
     if after.settle_by is not None and not missing(after):
-        turn.set(settle_by=None)
+        turn.group = after = replace(after, settle_by=None)
     if after.policy:
         policy = policy_named(after.policy)
     if policy.remembers:
         memory.note_ask(turn, event)
         memory.note_end(turn, group)
-    if _may_have_lost(group, turn.group):
+        after = turn.group
+    # Unless it is plain that nobody more waits for a state that is lost than before the event.
+    if (
+        after.views is not group.views
+        or after.waiters is not group.waiters
+        or (after.occupancy is not group.occupancy and type(after.occupancy) is Swapping)
+    ):
         swap.fault_lost(turn)
     _advance(turn, policy)
-    after = turn.group
-    if after.drained:
+    if turn.group.drained:
         draining.ask(turn)
-        after = turn.group
-    if after is not group:
+    if turn.group is not group:
         _keep_books(turn, group)
-    return turn.done()
-
-
-def _may_have_lost(before: Group, after: Group) -> bool:
-    """Is it not plain that nobody more waits for a state that is lost than before the event?"""
-    return (
-        after.views is not before.views
-        or after.waiters is not before.waiters
-        or (after.occupancy is not before.occupancy and type(after.occupancy) is Swapping)
-    )
+    return Step(turn.group, tuple(turn.effects), tuple(turn.reasons))
 
 
 def _on_acquire(turn: Turn, event: ev.AcquireRequested) -> None:
     if turn.group.lost:
         sessions.heard_from(turn, event.session)
-    if _repeated(turn, event):
+    queue = waiting(turn.group)
+    if _repeated(turn, event, queue):
         return
-    refusal = _refusal(turn.group, event)
+    record = record_of(turn.group, event.job)
+    refusal = _refusal(turn.group, event, record, queue)
     if refusal is not None:
         code, text = refusal
         turn.say(ReasonCode.REFUSED, text)
-        turn.emit(fx.Refuse(request=event.request, session=event.session, code=code, reason=text))
+        turn.effects.append(fx.Refuse(request=event.request, session=event.session, code=code, reason=text))
         return
-    _register(turn, event)
+    _register(turn, event, record)
     ask = Ask(
         request=event.request,
         session=event.session,
@@ -203,16 +205,16 @@ def _on_acquire(turn: Turn, event: ev.AcquireRequested) -> None:
         _enqueue(turn, event, ask)
 
 
-def _repeated(turn: Turn, event: ev.AcquireRequested) -> bool:
+def _repeated(turn: Turn, event: ev.AcquireRequested, queue: tuple[Waiter, ...]) -> bool:
     """A request we know keeps its place, or gets its answer again."""
     held = lease_with(turn.group, event.job)
     if held is not None:
         for holder in held.holders:
             if holder.request == event.request and holder.state is not HolderState.GONE:
-                if holder.state is HolderState.ACTIVE:
+                if holder.state is ACTIVE:
                     lease.repeat(turn, held, holder)
                 return True
-    for waiter in waiting(turn.group):
+    for waiter in queue:
         for ask in waiter.asks:
             if ask.request == event.request:
                 text = f"{event.job} asked again with request {event.request}: it keeps its place"
@@ -221,13 +223,15 @@ def _repeated(turn: Turn, event: ev.AcquireRequested) -> bool:
     return False
 
 
-def _refusal(group: Group, event: ev.AcquireRequested) -> tuple[RefuseCode, str] | None:
+def _refusal(
+    group: Group, event: ev.AcquireRequested, record: JobRecord | None, queue: tuple[Waiter, ...]
+) -> tuple[RefuseCode, str] | None:
     if group.deleted:
         return RefuseCode.GROUP_GONE, f"group {group.id} was deleted: ask for another group"
     if not group.views:
         return RefuseCode.GROUP_EMPTY, (f"no node serves group {group.id}: {_nobody(group)}")
-    record = record_of(group, event.job)
-    if record is not None and record.incarnation != event.incarnation and record.sessions:
+    same = record is not None and record.incarnation == event.incarnation
+    if record is not None and not same and record.sessions:
         lost = {s.session for s in group.lost}
         gone = all(s in lost for s in record.sessions)
         state = (
@@ -238,10 +242,10 @@ def _refusal(group: Group, event: ev.AcquireRequested) -> tuple[RefuseCode, str]
         return RefuseCode.JOB_RUNNING, (
             f"another start of {event.job} (incarnation {record.incarnation or 'without a token'}) {state}"
         )
-    if record is not None and record.incarnation == event.incarnation and record.fault is not None:
+    if record is not None and same and record.fault is not None:
         return record.fault.code, f"{event.job} is refused until it is started again: {record.fault.reason}"
     queued = 0
-    for waiter in waiting(group):
+    for waiter in queue:
         queued += len(waiter.asks)
     if queued >= group.rules.max_waiters:
         return RefuseCode.LIMIT, (
@@ -258,8 +262,8 @@ def _nobody(group: Group) -> str:
     return "start an agent that offers it (coslice up, or coslice agent)"
 
 
-def _register(turn: Turn, event: ev.AcquireRequested) -> None:
-    known = record = record_of(turn.group, event.job)
+def _register(turn: Turn, event: ev.AcquireRequested, known: JobRecord | None) -> None:
+    record = known
     if record is None or record.incarnation != event.incarnation:
         record = JobRecord(job=event.job, incarnation=event.incarnation)  # a new start: no fault, no past
     if event.session not in record.sessions:
@@ -278,23 +282,22 @@ def _register(turn: Turn, event: ev.AcquireRequested) -> None:
 def _enqueue(turn: Turn, event: ev.AcquireRequested, ask: Ask) -> None:
     group = turn.group
     busy, queue = group.occupancy, group.waiters
-    swapping = type(busy) is Swapping and busy.incoming == event.job
     place, mine = 0, None
     for i, waiter in enumerate(queue, 1):
         if waiter.job == event.job:
             place, mine = i, waiter
             break
-    if type(busy) is Swapping and swapping:  # its state is on the way already
-        turn.set(occupancy=replace(busy, waiter=_joined(busy.waiter or mine, event, ask)))
+    if type(busy) is Swapping and busy.incoming == event.job:  # its state is on the way already
+        busy = replace(busy, waiter=_joined(busy.waiter or mine, event, ask))
+        turn.group = replace(group, occupancy=busy)
     elif mine is not None:
-        turn.set(waiters=(*queue[: place - 1], _joined(mine, event, ask), *queue[place:]))
+        queue = (*queue[: place - 1], _joined(mine, event, ask), *queue[place:])
+        turn.group = replace(group, waiters=queue)
     else:
-        turn.set(waiters=(*queue, _joined(None, event, ask)))
+        turn.group = replace(group, waiters=(*queue, _joined(None, event, ask)))
         place = len(queue) + 1
-    turn.say(
-        ReasonCode.QUEUED,
-        f"{event.job} asks for {group.id}: {f'place {place}' if place else 'its swap is on'}",
-    )
+    where = f"place {place}" if place else "its swap is on"
+    turn.say(_QUEUED, f"{event.job} asks for {group.id}: {where}")
 
 
 def _joined(waiter: Waiter | None, event: ev.AcquireRequested, ask: Ask) -> Waiter:
@@ -336,10 +339,7 @@ def _on_abandoned(turn: Turn, event: ev.AcquireAbandoned) -> None:
 def _advance(turn: Turn, policy: Policy) -> None:
     """Give the lock to the next waiter if it is free. One place decides this, after every event."""
     group = turn.group
-    on = type(group.occupancy)
-    free = on is not Held and on is not Swapping
-    if group.views and group.reserved is None and not (free and group.waiters):
-        return
+    candidates: tuple[Waiter, ...] = ()
     if not group.views:
         for waiter in group.waiters:
             turn.refuse(
@@ -347,13 +347,14 @@ def _advance(turn: Turn, policy: Policy) -> None:
                 RefuseCode.GROUP_EMPTY,
                 f"the last node of group {group.id} is gone: {_nobody(group)}",
             )
-    candidates: tuple[Waiter, ...] = ()
-    if group.waiters and group.views and free:
+    elif group.waiters and type(group.occupancy) in _FREE:
         candidates = _willing(group)
+    elif group.reserved is None:
+        return
     reserved: Reserve | None = None
     if candidates:
-        past = memory.remembered(group) if policy.remembers else {}
-        choice = policy.choose(candidates, resident=occupant(group), now=turn.at, past=past)
+        past = memory.remembered(group) if policy.remembers else NOTHING
+        choice = policy.choose(candidates, resident=job_of(group.occupancy), now=turn.at, past=past)
         if type(choice) is Choice:
             swap.begin(turn, choice)
         elif choice.until > turn.at:
@@ -396,23 +397,22 @@ def _on_policy(turn: Turn, spec: str, by: str) -> None:
 
 def _keep_books(turn: Turn, before: Group) -> None:
     """What follows from the rest: since when, whether the holder is waited for, records nobody needs."""
-    group = turn.group
+    group, at = turn.group, turn.at
     was, now = before.occupancy, group.occupancy
-    since = group.since
-    if was is not now and (type(was) is not type(now) or occupant(before) != occupant(group)):
-        since = turn.at
     if type(now) is Held:
-        waited_for = contended(group) if group.drained else bool(group.waiters)
+        waited_for = group.waiters and (not group.drained or contended(group))
         if now.contended_since is None:
             if waited_for:
-                now = replace(now, contended_since=turn.at)
+                now = replace(now, contended_since=at)
         elif not waited_for:
-            spent = now.contended_s + max(0.0, turn.at - now.contended_since)
+            spent = now.contended_s + max(0.0, at - now.contended_since)
             now = replace(now, contended_s=spent, contended_since=None)
-    if now is not group.occupancy or since != group.since:
-        turn.group = replace(group, since=since, occupancy=now)
-    if group.jobs is not before.jobs:
-        for record in group.jobs:
-            if not record.sessions and record.fault is None:
-                turn.set(jobs=tuple([r for r in group.jobs if r.sessions or r.fault is not None]))
-                break
+        other = type(was) is not Held or was.job != now.job
+    else:
+        other = was is not now and (type(was) is not type(now) or job_of(was) != job_of(now))
+    if other and at != group.since:
+        turn.group = replace(group, since=at, occupancy=now)
+    elif now is not group.occupancy:
+        turn.group = replace(group, occupancy=now)
+    if turn.spare:
+        turn.set(jobs=tuple([r for r in group.jobs if r.sessions or r.fault is not None]))

@@ -68,6 +68,9 @@ class HolderState(StrEnum):
     GONE = "gone"  # abandoned, unconfirmed, or its session ended
 
 
+ACTIVE = HolderState.ACTIVE
+
+
 class Holder(Struct, frozen=True, gc=False, kw_only=True):
     """One process's share of a lease."""
 
@@ -76,7 +79,7 @@ class Holder(Struct, frozen=True, gc=False, kw_only=True):
     epoch: Epoch
     """Under which it was granted, and will be yielded. The lease's own is a later one after a freeze."""
     waited: float
-    state: HolderState = HolderState.ACTIVE
+    state: HolderState = ACTIVE
     more: bool = False
     confirmed: bool = False
     confirm_by: float | None = None
@@ -251,6 +254,7 @@ class Group(Struct, frozen=True, gc=False, kw_only=True):
         return tuple(v.node for v in self.views)
 
 
+LIVE, LOST = ContextState.LIVE, ContextState.LOST
 ON_DEVICE = frozenset({ContextState.LIVE, ContextState.LEAVING, ContextState.RETURNING})
 PARKED = frozenset({ContextState.SAVED, ContextState.LEAVING, ContextState.RETURNING})
 
@@ -272,7 +276,7 @@ def drain_of(group: Group, node: NodeId) -> Drained | None:
 def uses(group: Group, view: NodeView, job: JobId) -> bool:
     """Has the job anything on that node that a lease of it would need: state, or a process that asks?"""
     context = context_of(view, job)
-    if context is not None and context.state is not ContextState.LOST:
+    if context is not None and context.state is not LOST:
         return True
     record = record_of(group, job)
     processes = record.processes if record is not None else ()
@@ -333,7 +337,10 @@ def is_on_device(group: Group, job: JobId) -> bool:
 
 def occupant(group: Group) -> JobId | None:
     """The job that the accelerators belong to now, if any (of a swap, the one that comes)."""
-    on = group.occupancy
+    return job_of(group.occupancy)
+
+
+def job_of(on: Occupancy) -> JobId | None:
     if type(on) is Held:
         return on.job
     if type(on) is Swapping:
@@ -355,7 +362,9 @@ def frozen_lease(group: Group, job: JobId) -> Held | None:
 def lease_with(group: Group, job: JobId) -> Held | None:
     """The lease of a job, held or frozen."""
     on = group.occupancy
-    return on if type(on) is Held and on.job == job else frozen_lease(group, job)
+    if type(on) is Held and on.job == job:
+        return on
+    return frozen_lease(group, job) if group.frozen else None
 
 
 def share_of(group: Group, session: SessionId) -> Holder | None:
@@ -363,7 +372,7 @@ def share_of(group: Group, session: SessionId) -> Holder | None:
     on = group.occupancy
     for held in (on, *group.frozen) if type(on) is Held else group.frozen:
         for holder in held.holders:
-            if holder.session == session and holder.state is HolderState.ACTIVE:
+            if holder.session == session and holder.state is ACTIVE:
                 return holder
     return None
 
@@ -388,8 +397,9 @@ def given_up_at(group: Group, sessions: Iterable[SessionId]) -> float | None:
 def waiting(group: Group) -> tuple[Waiter, ...]:
     """Who has no answer yet, the one being swapped in first."""
     swap = group.occupancy
-    coming = (swap.waiter,) if type(swap) is Swapping and swap.waiter is not None else ()
-    return (*coming, *group.waiters)
+    if type(swap) is not Swapping or swap.waiter is None:
+        return group.waiters
+    return (swap.waiter, *group.waiters)
 
 
 def open_asks(group: Group) -> Iterator[Ask]:
@@ -399,10 +409,10 @@ def open_asks(group: Group) -> Iterator[Ask]:
 
 
 def active(held: Held) -> tuple[Holder, ...]:
-    holders, on = held.holders, HolderState.ACTIVE
+    holders = held.holders
     for holder in holders:
-        if holder.state is not on:
-            return tuple([h for h in holders if h.state is on])
+        if holder.state is not ACTIVE:
+            return tuple([h for h in holders if h.state is ACTIVE])
     return holders
 
 
@@ -425,7 +435,7 @@ def blockers(group: Group, job: JobId) -> tuple[Stuck, ...]:
 def _is_live(group: Group, node: NodeId, job: JobId) -> bool:
     view = view_of(group, node)
     context = context_of(view, job) if view is not None else None
-    return context is not None and context.state is ContextState.LIVE
+    return context is not None and context.state is LIVE
 
 
 def overdue_at(group: Group, view: NodeView) -> float | None:

@@ -8,8 +8,9 @@ from msgspec.structs import replace
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.effects import ReasonCode
+from coslice.core.effects import Grant, Reason, ReasonCode
 from coslice.core.group_state import (
+    ACTIVE,
     ON_DEVICE,
     Group,
     Held,
@@ -30,13 +31,16 @@ from coslice.core.outcome import Rejected
 from coslice.core.policy.base import Ask, Waiter
 from coslice.core.turn import Turn
 
+_YIELDED, _GONE = HolderState.YIELDED, HolderState.GONE
+_OVER, _DEFERRED = ReasonCode.YIELDED, ReasonCode.SNAPSHOT_DEFERRED
+
 
 def hold(
     turn: Turn,
     waiter: Waiter,
     *,
     epoch: Epoch,
-    reason: fx.Reason,
+    reason: Reason,
     restored: bool = False,
     bytes_in: int = 0,
     bytes_out: int = 0,
@@ -45,12 +49,12 @@ def hold(
 
     One that was frozen goes on as it was; its processes know it under the epoch that they were granted.
     """
-    asks = waiter.asks
+    asks, group = waiter.asks, turn.group
     if len(asks) == 1:  # most often
         new: tuple[Holder, ...] = (_holder(turn, asks[0], epoch),)
     else:
         new = tuple([_holder(turn, ask, epoch) for ask in asks])
-    frozen = frozen_lease(turn.group, waiter.job) if turn.group.frozen else None
+    frozen = frozen_lease(group, waiter.job) if group.frozen else None
     held = Held(
         job=waiter.job,
         incarnation=waiter.incarnation,
@@ -64,13 +68,12 @@ def hold(
         bytes_in=bytes_in,
         bytes_out=bytes_out,
     )
-    turn.group = replace(turn.group, occupancy=held)
+    turn.group = replace(group, occupancy=held)
     if frozen is not None:
         turn.thaw(held.job)
         turn.say(ReasonCode.THAWED, f"{held.job} goes on with lease {frozen.epoch}, now under epoch {epoch}")
-    lost = turn.group.lost
     for holder in new:
-        if not lost or not is_lost(turn.group, holder.session):
+        if not group.lost or not is_lost(group, holder.session):
             _tell(turn, held, holder, reason)
 
 
@@ -115,7 +118,7 @@ def join(turn: Turn, held: Held, ask: Ask, *, world: int) -> None:
         f"another process of {held.job} joins its lease {held.epoch}: the state is there already",
     )
     holder = _holder(turn, ask, held.epoch)
-    others = tuple(h for h in held.holders if (h.session, h.state) != (ask.session, HolderState.GONE))
+    others = tuple(h for h in held.holders if (h.session, h.state) != (ask.session, _GONE))
     held = replace(held, holders=(*others, holder), world=max(held.world, world))
     turn.set(occupancy=held)
     _tell(turn, held, holder, reason)
@@ -123,14 +126,15 @@ def join(turn: Turn, held: Held, ask: Ask, *, world: int) -> None:
 
 def can_join(held: Held, session: SessionId) -> bool:
     """A process that has yielded in this lease is done with it: it queues again."""
-    return all(h.session != session or h.state is not HolderState.YIELDED for h in held.holders)
+    return all(h.session != session or h.state is not _YIELDED for h in held.holders)
 
 
 def repeat(turn: Turn, held: Held, holder: Holder) -> None:
     """The answer may have been lost: give it again. Nothing changes but the time to confirm."""
     if not holder.confirmed and not holder.more:
         holder = replace(holder, confirm_by=turn.at + turn.group.rules.confirm_timeout)
-        held = _with_holder(turn, held, holder)
+        held = _with_holder(held, holder)
+        turn.put_lease(held)
     turn.say(
         ReasonCode.REPEATED,
         f"{held.job} asked again with request {holder.request}: same grant, epoch {held.epoch}",
@@ -139,12 +143,13 @@ def repeat(turn: Turn, held: Held, holder: Holder) -> None:
 
 
 def confirm(turn: Turn, request: RequestId) -> None:
-    held = turn.group.occupancy
-    holder = _active_request(held, request) if type(held) is Held else None
-    if type(held) is not Held or holder is None:
+    group = turn.group
+    held = group.occupancy
+    if type(held) is Held and (holder := _active_request(held, request)) is not None:
+        held = _with_holder(held, replace(holder, confirmed=True, confirm_by=None, more=False))
+        turn.group = replace(group, occupancy=held)
+    else:
         turn.say(ReasonCode.STALE, f"confirmation of {request}, which is no part of a lease: ignored")
-        return
-    _with_holder(turn, held, replace(holder, confirmed=True, confirm_by=None, more=False))
 
 
 def complete(turn: Turn, request: RequestId) -> None:
@@ -155,7 +160,7 @@ def complete(turn: Turn, request: RequestId) -> None:
         return
     lost = is_lost(turn.group, holder.session)
     confirm_by = None if lost else turn.at + turn.group.rules.confirm_timeout
-    _with_holder(turn, held, replace(holder, more=False, confirm_by=confirm_by))
+    turn.put_lease(_with_holder(held, replace(holder, more=False, confirm_by=confirm_by)))
 
 
 def abandon(turn: Turn, held: Held, request: RequestId) -> None:
@@ -163,7 +168,8 @@ def abandon(turn: Turn, held: Held, request: RequestId) -> None:
     holder = _active_request(held, request)
     if holder is None:
         return
-    held = _with_holder(turn, held, replace(holder, state=HolderState.GONE, confirm_by=None))
+    held = _with_holder(held, replace(holder, state=_GONE, confirm_by=None))
+    turn.put_lease(held)
     settle(turn, held)
 
 
@@ -172,17 +178,18 @@ def yield_(turn: Turn, event: ev.LeaseYielded) -> None:
     held = lease_with(turn.group, event.job)
     record = record_of(turn.group, event.job)
     holders = None if held is None else _yielded(held, event)
+    last = LastYield(event.session, event.epoch)
     if held is None or holders is None:
-        if record is not None and LastYield(event.session, event.epoch) in record.yields:
+        if record is not None and last in record.yields:
             turn.say(ReasonCode.REPEATED, f"{event.job} had yielded lease {event.epoch} already")
             return
         raise _rejection(turn.group, event)
     if record is not None:
-        last, yields = LastYield(event.session, event.epoch), record.yields
-        if len(yields) == 1 and yields[0].session == event.session:
-            yields = (last,)
+        before = record.yields
+        if len(before) == 1 and before[0].session == event.session:
+            yields: tuple[LastYield, ...] = (last,)
         else:
-            yields = (*[y for y in yields if y.session != event.session], last)
+            yields = (*[y for y in before if y.session != event.session], last)
         turn.put_record(replace(record, yields=yields))
     settle(turn, replace(held, holders=holders))
 
@@ -194,7 +201,7 @@ def ask(turn: Turn, held: Held, why: str) -> None:
     turn.set(occupancy=replace(held, asked=True))
     turn.say(ReasonCode.ASKED_TO_YIELD, f"{held.job} is asked to give way: {why}")
     for session, epoch in {h.session: h.epoch for h in active(held)}.items():
-        turn.emit(
+        turn.effects.append(
             fx.AskYield(
                 session=session, job=held.job, epoch=epoch, waiting=len(waiting), longest_wait=longest
             )
@@ -206,7 +213,7 @@ def ask_again(turn: Turn, session: SessionId) -> None:
     held = turn.group.occupancy
     share = next((h for h in active(held) if h.session == session), None) if isinstance(held, Held) else None
     if isinstance(held, Held) and share is not None and held.asked:
-        turn.emit(
+        turn.effects.append(
             fx.AskYield(
                 session=session,
                 job=held.job,
@@ -219,14 +226,19 @@ def ask_again(turn: Turn, session: SessionId) -> None:
 
 def settle(turn: Turn, held: Held) -> None:
     """Store the lease, held or frozen, as it is now; or end it, if nobody is left who would end it."""
-    states = [h.state for h in held.holders]
-    if left := states.count(HolderState.ACTIVE):
+    left, gone = 0, False
+    for holder in held.holders:
+        if holder.state is ACTIVE:
+            left += 1
+        elif holder.state is _GONE:
+            gone = True
+    if left:
         turn.put_lease(held)
         turn.say(
             ReasonCode.PARTLY_YIELDED, f"{held.job}: {left} more of its processes hold lease {held.epoch}"
         )
         return
-    if held.world and HolderState.GONE not in states:
+    if held.world and not gone:
         record = record_of(turn.group, held.job)
         yielded = len({h.session for h in held.holders})
         if yielded < held.world and record is not None and record.sessions:
@@ -234,7 +246,7 @@ def settle(turn: Turn, held: Held) -> None:
             text = f"{held.job}: {yielded} of {held.world} processes have yielded"
             turn.say(ReasonCode.PARTLY_YIELDED, text)
             return
-    if frozen_lease(turn.group, held.job) is None:
+    if not turn.group.frozen or frozen_lease(turn.group, held.job) is None:
         end(turn, held, f"{held.job} gave up lease {held.epoch} after {turn.at - held.since:.3f} s")
         return
     turn.drop_frozen(held.job)
@@ -257,27 +269,28 @@ def end(turn: Turn, held: Held, text: str) -> None:
         # it is out of its section now, so that moving it is worth another try
         stuck=tuple([s for s in group.stuck if s.job != held.job]) if group.stuck else (),
     )
-    turn.say(ReasonCode.YIELDED, text)
-    if not turn.group.waiters:
-        turn.say(ReasonCode.SNAPSHOT_DEFERRED, f"nobody waits: the state of {held.job} stays where it is")
+    turn.say(_OVER, text)
+    if not group.waiters:
+        turn.say(_DEFERRED, f"nobody waits: the state of {held.job} stays where it is")
 
 
 def _holder(turn: Turn, ask: Ask, epoch: Epoch) -> Holder:
-    silent = ask.more or ask.final or (bool(turn.group.lost) and is_lost(turn.group, ask.session))
+    group, at = turn.group, turn.at
+    silent = ask.more or ask.final or (group.lost and is_lost(group, ask.session))
     return Holder(
         request=ask.request,
         session=ask.session,
         epoch=epoch,
-        waited=turn.at - ask.since if turn.at > ask.since else 0.0,
+        waited=at - ask.since if at > ask.since else 0.0,
         more=ask.more,
         confirmed=ask.final,
-        confirm_by=None if silent else turn.at + turn.group.rules.confirm_timeout,
+        confirm_by=None if silent else at + group.rules.confirm_timeout,
     )
 
 
-def _tell(turn: Turn, held: Held, holder: Holder, reason: fx.Reason) -> None:
-    turn.emit(
-        fx.Grant(
+def _tell(turn: Turn, held: Held, holder: Holder, reason: Reason) -> None:
+    turn.effects.append(
+        Grant(
             request=holder.request,
             session=holder.session,
             job=held.job,
@@ -294,20 +307,17 @@ def _tell(turn: Turn, held: Held, holder: Holder, reason: fx.Reason) -> None:
 
 def _active_request(held: Held, request: RequestId) -> Holder | None:
     for holder in held.holders:
-        if holder.request == request and holder.state is HolderState.ACTIVE:
+        if holder.request == request and holder.state is ACTIVE:
             return holder
     return None
 
 
-def _with_holder(turn: Turn, held: Held, holder: Holder) -> Held:
-    holders = held.holders
-    if len(holders) == 1 and holders[0].request == holder.request:
-        holders = (holder,)
-    else:
-        holders = tuple([holder if h.request == holder.request else h for h in holders])
-    held = replace(held, holders=holders)
-    turn.put_lease(held)
-    return held
+def _with_holder(held: Held, holder: Holder) -> Held:
+    """``holder`` in the place of the one of its request."""
+    if len(held.holders) == 1:
+        return replace(held, holders=(holder,))
+    holders = [holder if h.request == holder.request else h for h in held.holders]
+    return replace(held, holders=tuple(holders))
 
 
 def _yielded(held: Held, event: ev.LeaseYielded) -> tuple[Holder, ...] | None:
@@ -318,9 +328,9 @@ def _yielded(held: Held, event: ev.LeaseYielded) -> tuple[Holder, ...] | None:
     found, holders = False, list(held.holders)
     for i, holder in enumerate(held.holders):
         mine = holder.session == event.session and holder.epoch == event.epoch
-        if mine and not holder.more and holder.state is HolderState.ACTIVE:
+        if mine and not holder.more and holder.state is ACTIVE:
             found = True
-            holders[i] = replace(holder, state=HolderState.YIELDED, confirm_by=None)
+            holders[i] = replace(holder, state=_YIELDED, confirm_by=None)
     return tuple(holders) if found else None
 
 

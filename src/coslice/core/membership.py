@@ -11,8 +11,9 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core import sessions, swap
 from coslice.core.effects import ReasonCode, RefuseCode
-from coslice.core.events import ContextState, NodeFacts
+from coslice.core.events import ContextFact, ContextState, NodeFacts
 from coslice.core.group_state import (
+    LIVE,
     ON_DEVICE,
     PARKED,
     Fault,
@@ -27,7 +28,7 @@ from coslice.core.group_state import (
     record_of,
     view_of,
 )
-from coslice.core.ids import Epoch, NodeId
+from coslice.core.ids import Epoch, JobId, NodeId, op_id
 from coslice.core.prose import names
 from coslice.core.turn import Turn
 
@@ -40,7 +41,7 @@ def attached(turn: Turn, event: ev.NodeAttached) -> None:
     hung = next((h for h in turn.group.hung if h.node == event.node), None)
     if hung is not None:
         turn.say(ReasonCode.RETRY, f"{event.node} is back, and is asked again for {hung.op}, which it owes")
-        turn.emit(
+        turn.effects.append(
             fx.MakeResident(
                 op=hung.op,
                 node=hung.node,
@@ -94,8 +95,6 @@ def answered(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> bool:
 
     The lease that followed without the node goes on without it; the next swap finds it as it is then.
     """
-    if not turn.group.hung:
-        return False
     owed = next((h for h in turn.group.hung if (h.node, h.op) == (event.node, event.op)), None)
     if owed is None:
         return False
@@ -130,17 +129,45 @@ def detached(turn: Turn, node: NodeId) -> None:
 
 
 def reported(turn: Turn, node: NodeId, facts: NodeFacts) -> None:
-    note(turn, node, facts)
+    """Keep the facts if they are newer than the ones we have (within one attachment versions only grow)."""
     view = view_of(turn.group, node)
     if view is not None:
+        if facts.version >= view.facts.version:
+            view = replace(view, facts=facts)
+            _put(turn, view)
         swap.follow(turn, view, attached=False)
 
 
-def note(turn: Turn, node: NodeId, facts: NodeFacts | None) -> None:
-    """Keep the facts if they are newer than the ones we have (within one attachment versions only grow)."""
-    view = view_of(turn.group, node)
-    if facts is not None and view is not None and facts.version >= view.facts.version:
-        _put(turn, replace(view, facts=facts))
+def heard(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> None:
+    """An answer to a command: what it says of its node, whose facts stand again if that was told no other.
+
+    A failure without facts leaves it open what is on the device, so that the next grant asks the agent. A
+    success without facts says that the job is loaded; whoever else was is then taken for parked, which the
+    next grant to it will ask about.
+    """
+    group, facts = turn.group, event.facts
+    view = view_of(group, event.node)
+    if view is None:
+        return
+    last = view.outstanding
+    if last and event.op == op_id(group.id, last, event.node):
+        last = Epoch(0)
+    if facts is not None and facts.version >= view.facts.version:
+        _put(turn, replace(view, facts=facts, outstanding=last))
+    elif last != view.outstanding:
+        if facts is None:
+            on = group.occupancy
+            if type(event) is ev.OpFailed or type(on) is not Swapping or on.epoch != view.outstanding:
+                return
+            contexts = tuple(_assumed(c, on.incoming) for c in view.facts.contexts)
+            view = replace(view, facts=replace(view.facts, contexts=contexts))
+        turn.put_view(replace(view, outstanding=last))
+
+
+def _assumed(context: ContextFact, loaded: JobId) -> ContextFact:
+    if context.job == loaded:
+        return replace(context, state=LIVE)
+    return replace(context, state=ContextState.SAVED) if context.state in ON_DEVICE else context
 
 
 def changed(turn: Turn, nodes: tuple[NodeId, ...]) -> None:
@@ -191,9 +218,8 @@ def _put(turn: Turn, view: NodeView) -> None:
     rest = turn.group.occupancy
     was_there = type(rest) is Resident and is_on_device(turn.group, rest.job)
     turn.put_view(view)
-    live = ContextState.LIVE
     for context in view.facts.contexts:
-        record = record_of(turn.group, context.job) if context.state is live else None
+        record = record_of(turn.group, context.job) if context.state is LIVE else None
         if record is None or record.fault is None:
             continue
         if context.incarnation and context.incarnation != record.incarnation:

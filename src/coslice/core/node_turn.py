@@ -3,6 +3,7 @@
 Used only inside ``core``, within a single call of ``context.step``; from outside, that is a pure function.
 """
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from coslice.core import effects as fx
@@ -21,15 +22,13 @@ from coslice.core.holdings import (
 from coslice.core.ids import JobId
 
 
-class NodeTurn:
+class NodeTurn(Struct, gc=False):
     """One step in the making. Lives within a single call of ``context.step``, which is pure from outside."""
 
-    __slots__ = ("at", "effects", "holdings", "reasons")
-
-    def __init__(self, holdings: Holdings, at: float) -> None:
-        self.holdings, self.at = holdings, at
-        self.effects: list[fx.NodeEffect] = []
-        self.reasons: list[Reason] = []
+    holdings: Holdings
+    at: float
+    effects: list[fx.NodeEffect] = []
+    reasons: list[Reason] = []
 
     def set(self, **changes: object) -> None:
         self.holdings = replace(self.holdings, **changes)

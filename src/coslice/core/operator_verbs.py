@@ -38,7 +38,7 @@ def forget(turn: Turn, job: JobId) -> None:
     turn.say(ReasonCode.FORGOTTEN, why)
     for view in turn.group.views:
         if view.attached:
-            turn.emit(fx.ForgetJob(node=view.node, job=job))
+            turn.effects.append(fx.ForgetJob(node=view.node, job=job))
 
 
 def evict(turn: Turn, job: JobId, because: str, by: str) -> None:

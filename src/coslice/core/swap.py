@@ -10,9 +10,10 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core import lease
 from coslice.core.effects import ReasonCode, RefuseCode
-from coslice.core.events import ContextFact, ContextState
 from coslice.core.grant_reason import why_after_swap, why_without_command
 from coslice.core.group_state import (
+    LIVE,
+    LOST,
     ON_DEVICE,
     PARKED,
     Empty,
@@ -30,7 +31,7 @@ from coslice.core.group_state import (
     held_by,
     held_up,
     is_on_device,
-    occupant,
+    job_of,
     on_device,
     record_of,
     view_of,
@@ -40,6 +41,8 @@ from coslice.core.ids import Epoch, Incarnation, JobId, NodeId, op_id
 from coslice.core.policy.base import Choice, Waiter
 from coslice.core.prose import names, size
 from coslice.core.turn import Turn
+
+_BEGUN, _READY = ReasonCode.SWAP_BEGUN, ReasonCode.NODE_READY
 
 
 def needs_command(group: Group, view: NodeView, job: JobId, *, last: JobId | None) -> bool:
@@ -60,8 +63,8 @@ def needs_command(group: Group, view: NodeView, job: JobId, *, last: JobId | Non
     if group.frozen and freezes(group, view, job):
         return True
     context = context_of(view, job)
-    if context is not None and context.state is not ContextState.LOST:
-        return context.state is not ContextState.LIVE
+    if context is not None and context.state is not LOST:
+        return context.state is not LIVE
     return bool([c for c in view.facts.contexts if c.state in ON_DEVICE])
 
 
@@ -79,17 +82,17 @@ def freezes(group: Group, view: NodeView, job: JobId) -> bool:
 def begin(turn: Turn, choice: Choice) -> None:
     """The lock is free and ``choice`` is next: a lease at once if nothing must move, else a swap."""
     waiter, group = choice.waiter, turn.group
-    last, epoch = occupant(group), Epoch(group.epoch + 1)
+    last, epoch = job_of(group.occupancy), Epoch(group.epoch + 1)
     queue = group.waiters
     first = queue[0] is waiter  # a job has one place
     waiters = queue[1:] if first else tuple([w for w in queue if w.job != waiter.job])
-    pending: tuple[NodeId, ...] = ()
-    done: tuple[NodeId, ...] = ()
+    told, rest = [], []
     for view in group.views:
         if needs_command(group, view, waiter.job, last=last):
-            pending = (*pending, view.node)
+            told.append(view.node)
         else:
-            done = (*done, view.node)
+            rest.append(view.node)
+    pending = tuple(told)
     if not pending:
         turn.group = replace(group, epoch=epoch, waiters=waiters)
         reason = why_without_command(turn.group, waiter.job, last)
@@ -102,14 +105,14 @@ def begin(turn: Turn, choice: Choice) -> None:
         epoch=epoch,
         since=turn.at,
         pending=pending,
-        done=done,
+        done=tuple(rest),
         outgoing=last if last != waiter.job else None,
         need=waiter.need,
     )
     turn.group = replace(group, epoch=epoch, waiters=waiters, occupancy=swap)
     over = f", after {swap.outgoing}" if swap.outgoing else ""
     turn.say(
-        ReasonCode.SWAP_BEGUN,
+        _BEGUN,
         f"{waiter.job} is next{over} ({choice.reason}): to be resident on {names(pending)}, epoch {epoch}",
     )
     _command(turn, swap, pending)
@@ -146,7 +149,6 @@ def commands(group: Group) -> tuple[fx.MakeResident, ...]:
 
 
 def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
-    heard_answer(turn, event)
     swap = turn.group.occupancy
     if type(swap) is not Swapping or not is_pending(turn.group, swap, event.node, event.op):
         turn.say(ReasonCode.STALE, f"{event.node} reports {event.op} done, which nobody waits for any more")
@@ -155,23 +157,25 @@ def succeeded(turn: Turn, event: ev.OpSucceeded) -> None:
         # An old report, said again after a restart: the operation's name is used up, so it takes a new one.
         rebegin(turn, swap, f"{event.node} had it loaded, and says that it is not any more")
         return
+    group, node, moved_in, moved_out = turn.group, event.node, event.bytes_in, event.bytes_out
     swap = replace(
         swap,
-        pending=() if len(swap.pending) == 1 else tuple([n for n in swap.pending if n != event.node]),
-        done=(*swap.done, event.node),
+        pending=() if len(swap.pending) == 1 else tuple([n for n in swap.pending if n != node]),
+        done=(*swap.done, node),
         restored=swap.restored or event.restored,
-        bytes_in=swap.bytes_in + event.bytes_in,
-        bytes_out=swap.bytes_out + event.bytes_out,
-        notes=(*swap.notes, f"{event.node}: {event.reason}") if event.reason else swap.notes,
+        bytes_in=swap.bytes_in + moved_in,
+        bytes_out=swap.bytes_out + moved_out,
+        notes=(*swap.notes, f"{node}: {event.reason}") if event.reason else swap.notes,
     )
-    turn.set(occupancy=swap, bytes_moved=turn.group.bytes_moved + event.bytes_in + event.bytes_out)
+    turn.group = replace(group, occupancy=swap, bytes_moved=group.bytes_moved + moved_in + moved_out)
     turn.say(
-        ReasonCode.NODE_READY,
-        f"{swap.incoming} is resident on {event.node}: "
-        f"{size(event.bytes_out)} out, {size(event.bytes_in)} in, {event.seconds:.3f} s"
+        _READY,
+        f"{swap.incoming} is resident on {node}: "
+        f"{size(moved_out)} out, {size(moved_in)} in, {event.seconds:.3f} s"
         f"{f' ({event.reason})' if event.reason else ''}",
     )
-    finish_if_done(turn)
+    if not swap.pending:
+        finish_if_done(turn)
 
 
 def _is_parked(group: Group, node: NodeId, job: JobId) -> bool:
@@ -188,32 +192,34 @@ def finish_if_done(turn: Turn) -> None:
         swap = turn.group.occupancy
     if type(swap) is not Swapping or swap.pending:
         return
+    group, waiter = turn.group, swap.waiter
     moved = swap.restored or swap.bytes_in or swap.bytes_out
-    turn.set(occupancy=Resident(job=swap.incoming), swaps=turn.group.swaps + (1 if moved else 0))
-    if swap.waiter is not None and not turn.group.views:
-        requeue(turn, swap.waiter)  # to be refused: the last node is gone
-        return
-    if swap.waiter is not None and turn.group.drained and (drained := held_up(turn.group, swap.incoming)):
-        requeue(turn, swap.waiter)
-        nodes = names(d.node for d in drained)
-        turn.say(ReasonCode.DRAINED, f"{swap.incoming} keeps its place at the head: {nodes} is drained")
-        return
-    if swap.waiter is None:
+    swaps = group.swaps + 1 if moved else group.swaps
+    turn.group = group = replace(group, occupancy=Resident(job=swap.incoming), swaps=swaps)
+    if waiter is None:
         turn.say(
             ReasonCode.ABANDONED, f"{swap.incoming} is resident, but its callers left: the lock stays free"
         )
         return
-    if not has_live_ask(turn.group, swap.waiter):
-        requeue(turn, swap.waiter)
+    if not group.views:
+        requeue(turn, waiter)  # to be refused: the last node is gone
+        return
+    if group.drained and (drained := held_up(group, swap.incoming)):
+        requeue(turn, waiter)
+        nodes = names(d.node for d in drained)
+        turn.say(ReasonCode.DRAINED, f"{swap.incoming} keeps its place at the head: {nodes} is drained")
+        return
+    if group.lost and not has_live_ask(group, waiter):
+        requeue(turn, waiter)
         turn.say(
             ReasonCode.SESSION_LOST, f"{swap.incoming} is resident but not connected: passed over for now"
         )
         return
-    reason = why_after_swap(turn.group, swap)
-    turn.say(reason.code, reason.text)
+    reason = why_after_swap(group, swap)
+    turn.reasons.append(reason)
     lease.hold(
         turn,
-        swap.waiter,
+        waiter,
         epoch=swap.epoch,
         reason=reason,
         restored=swap.restored,
@@ -229,17 +235,17 @@ def fault_lost(turn: Turn) -> None:
     Loaded again, such a job would start afresh as far as its agent knows, and go on without its state. One
     whose processes have ended is another matter: it does start afresh.
     """
-    swap = turn.group.occupancy
-    if not turn.group.waiters and type(swap) is not Swapping:
+    group = turn.group
+    if not group.waiters and type(group.occupancy) is not Swapping:
         return
-    lost, gone = [], ContextState.LOST
-    for view in turn.group.views:
+    lost = []
+    for view in group.views:
         for context in view.facts.contexts:
-            if context.state is gone and context.pids:
+            if context.state is LOST and context.pids:
                 lost.append((view.node, context))
     if not lost:
         return
-    for waiter in waiting(turn.group):
+    for waiter in waiting(group):
         for node, context in lost:
             if (context.job, context.incarnation) == (waiter.job, waiter.incarnation):
                 reason = f"its state on {node} is lost: {context.reason or 'no reason given'}"
@@ -322,36 +328,11 @@ def is_pending(group: Group, swap: Swapping, node: NodeId, op: str) -> bool:
 
 def _command(turn: Turn, now: Swapping | Held, nodes: tuple[NodeId, ...]) -> None:
     """Tell those of ``nodes`` that are connected; the others are told when they attach."""
-    for node in nodes:
-        view = view_of(turn.group, node)
-        if view is not None and view.attached:
+    group = turn.group
+    for view in group.views:
+        if view.attached and view.node in nodes:
             turn.put_view(replace(view, outstanding=now.epoch, asked_at=turn.at))
-            turn.emit(_make_resident(turn.group, now, node))
-
-
-def heard_answer(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> None:
-    """The node did what it was told last, or could not: its facts stand again.
-
-    A failure without facts leaves it open what is on the device, so that the next grant asks the agent. A
-    success without facts says that the job is loaded; whoever else was is then taken for parked, which the
-    next grant to it will ask about.
-    """
-    view = view_of(turn.group, event.node)
-    if view is None or not view.outstanding or event.op != op_id(turn.group.id, view.outstanding, event.node):
-        return
-    if event.facts is None:
-        now = turn.group.occupancy
-        if type(event) is ev.OpFailed or type(now) is not Swapping or now.epoch != view.outstanding:
-            return
-        contexts = tuple(_assumed(c, now.incoming) for c in view.facts.contexts)
-        view = replace(view, facts=replace(view.facts, contexts=contexts))
-    turn.put_view(replace(view, outstanding=Epoch(0)))
-
-
-def _assumed(context: ContextFact, loaded: JobId) -> ContextFact:
-    if context.job == loaded:
-        return replace(context, state=ContextState.LIVE)
-    return replace(context, state=ContextState.SAVED) if context.state in ON_DEVICE else context
+            turn.effects.append(_make_resident(group, now, view.node))
 
 
 def _make_resident(group: Group, now: Swapping | Held, node: NodeId) -> fx.MakeResident:

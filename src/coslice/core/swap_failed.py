@@ -9,13 +9,12 @@ from coslice.core import events as ev
 from coslice.core.effects import ReasonCode, RefuseCode
 from coslice.core.group_state import ON_DEVICE, Fault, Group, Held, Stuck, Swapping, context_of, view_of
 from coslice.core.ids import op_id
-from coslice.core.swap import fault_job, heard_answer, is_pending, requeue, rest_on
+from coslice.core.swap import fault_job, is_pending, requeue, rest_on
 from coslice.core.turn import Turn
 
 
 def failed(turn: Turn, event: ev.OpFailed) -> None:
     """Find out whose fault it is. The group goes on in every case."""
-    heard_answer(turn, event)
     swap = turn.group.occupancy
     if type(swap) is Held and event.op == op_id(turn.group.id, swap.epoch, event.node):
         if event.culprit == swap.job:

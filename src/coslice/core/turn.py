@@ -3,10 +3,13 @@
 Used only inside ``core``, within a single call of ``step``; from outside, ``step`` is a pure function.
 """
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from coslice.core import effects as fx
+from coslice.core.effects import Reason, ReasonCode
 from coslice.core.group_state import (
+    ACTIVE,
     Group,
     Held,
     HolderState,
@@ -16,55 +19,52 @@ from coslice.core.group_state import (
     frozen_lease,
 )
 from coslice.core.ids import JobId, SessionId
-from coslice.core.outcome import Step
 from coslice.core.policy.base import Ask, Waiter
 
 
-class Turn:
-    __slots__ = ("_effects", "_reasons", "at", "group")
-
-    def __init__(self, group: Group, at: float) -> None:
-        self.group, self.at = group, at
-        self._effects: list[fx.GroupEffect] = []
-        self._reasons: list[fx.Reason] = []
+class Turn(Struct, gc=False):
+    group: Group
+    at: float
+    effects: list[fx.GroupEffect] = []
+    reasons: list[Reason] = []
+    spare: bool = False
+    """A record may be needed no more."""
 
     def set(self, **changes: object) -> None:
         self.group = replace(self.group, **changes)
 
-    def emit(self, effect: fx.GroupEffect) -> None:
-        self._effects.append(effect)
-
-    def say(self, code: fx.ReasonCode, text: str) -> fx.Reason:
-        reason = fx.Reason(code, text)
-        self._reasons.append(reason)
+    def say(self, code: ReasonCode, text: str) -> Reason:
+        reason = Reason(code, text)
+        self.reasons.append(reason)
         return reason
-
-    def done(self) -> Step[Group, fx.GroupEffect]:
-        effects, reasons = self._effects, self._reasons
-        return Step(self.group, tuple(effects) if effects else (), tuple(reasons) if reasons else ())
 
     # ── edits that every part needs ──
 
     def put_record(self, record: JobRecord) -> None:
         """Store a job's record in its place, or at the end if it is new."""
-        jobs, job = list(self.group.jobs), record.job
+        group, job = self.group, record.job
+        jobs = list(group.jobs)
         for i, old in enumerate(jobs):
             if old.job == job:
                 jobs[i] = record
                 break
         else:
             jobs.append(record)
-        self.group = replace(self.group, jobs=tuple(jobs))
+        self.group = replace(group, jobs=tuple(jobs))
+        if not record.sessions and record.fault is None:
+            self.spare = True
 
     def put_view(self, view: NodeView) -> None:
-        views, node = list(self.group.views), view.node
+        """Store a view in its place, or where it belongs by its name if the node is new."""
+        group, node = self.group, view.node
+        views = list(group.views)
         for i, old in enumerate(views):
             if old.node == node:
                 views[i] = view
                 break
         else:
             views = sorted([*views, view], key=lambda v: v.node)
-        self.group = replace(self.group, views=tuple(views))
+        self.group = replace(group, views=tuple(views))
 
     def take_asks(self, *, job: JobId | None = None, session: SessionId | None = None) -> tuple[Ask, ...]:
         """Remove the open requests of a job, or of a session, from the queue and from a running swap."""
@@ -89,7 +89,7 @@ class Turn:
     def refuse(self, job: JobId, code: fx.RefuseCode, reason: str) -> None:
         """Answer every open request of a job with a refusal; a lease of it that is frozen is over."""
         for ask in self.take_asks(job=job):
-            self.emit(fx.Refuse(request=ask.request, session=ask.session, code=code, reason=reason))
+            self.effects.append(fx.Refuse(request=ask.request, session=ask.session, code=code, reason=reason))
         if (held := frozen_lease(self.group, job)) is not None:
             self.take_back(held, reason)
             self.drop_frozen(job)
@@ -129,12 +129,12 @@ class Turn:
         told: set[SessionId] = set()
         holders = []
         for holder in held.holders:
-            if holder.state is not HolderState.ACTIVE or session not in (None, holder.session):
+            if holder.state is not ACTIVE or session not in (None, holder.session):
                 holders.append(holder)
                 continue
             if tell and holder.session not in told:
                 told.add(holder.session)
-                self.emit(
+                self.effects.append(
                     fx.LoseLease(session=holder.session, job=held.job, epoch=holder.epoch, reason=reason)
                 )
             holders.append(replace(holder, state=HolderState.GONE, confirm_by=None))
