@@ -321,6 +321,31 @@ async def test_a_lease_outlives_a_restart_and_is_yielded_to_the_successor(
     assert (await again).success
 
 
+async def test_who_calls_again_after_a_restart_has_its_place(
+    world: World, callers: list[Caller], store: str
+) -> None:
+    up_, _ = await started(world, callers, store=store)
+    await up_.acquire("job-a")
+    watcher = await world.client("watcher")
+    waiting = []
+    for number, job in enumerate(("job-b", "job-c"), start=1):
+        waiting.append(asyncio.create_task(up_.acquire(job)))
+        await watcher.until("pool", lambda group, number=number: len(group.waiters) == number)
+    await world.restart()
+    for call in waiting:
+        assert await code_of(call) is grpc.StatusCode.UNAVAILABLE
+    await world.agent(node="n1", groups=("other",))  # somebody is served: the successor is up
+    last = asyncio.create_task(up_.acquire("job-c"))
+    assert (await up_.status()).group.waiter_queue_depth == 2
+    first = asyncio.create_task(up_.acquire("job-b"))
+    assert (await up_.status()).group.waiter_queue_depth == 2
+    await up_.give("job-a")
+    assert (await first).success
+    assert not last.done()
+    await up_.give("job-b")
+    assert (await last).success
+
+
 async def test_the_end_of_a_jobs_last_process_ends_its_lease(world: World, callers: list[Caller]) -> None:
     await world.start()
     up_ = Caller(world.app.address)

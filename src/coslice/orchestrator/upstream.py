@@ -81,6 +81,7 @@ class _Answers(Outbox[pb.ServerMessage]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.stopping = False
         self._waiting: dict[str, asyncio.Future[fx.Grant]] = {}
 
     def expect(self, request: str) -> "asyncio.Future[fx.Grant]":
@@ -105,6 +106,7 @@ class _Answers(Outbox[pb.ServerMessage]):
 
     def close(self, end: End) -> None:
         """The orchestrator is stopping."""
+        self.stopping = True
         super().close(end)
         for waiting in tuple(self._waiting.values()):
             if not waiting.done():
@@ -310,9 +312,14 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
         return caller
 
     def _drop_if_idle(self, caller: _Caller, lock: GroupLock) -> None:
-        """Neither waiting nor holding: a session that stays would keep the job's name from its next start."""
+        """Neither waiting nor holding: a session that stays would keep the job's name from its next start. As
+        this orchestrator stops it waits on: its place is kept for its next call, to the successor."""
         who = caller.who
-        if caller.calls == 0 and views.lease_of(lock.state, who.session) is None:
+        if (
+            not caller.answers.stopping
+            and caller.calls == 0
+            and views.lease_of(lock.state, who.session) is None
+        ):
             self._close(caller, lock)
 
     def _close(self, caller: _Caller, lock: GroupLock) -> None:
