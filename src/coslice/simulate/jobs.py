@@ -25,6 +25,7 @@ class Run:
         "busy",
         "ends",
         "engine",
+        "groups",
         "incarnation",
         "left",
         "loops",
@@ -41,7 +42,7 @@ class Run:
 
     def __init__(self, engine: "Engine", spec: Job) -> None:
         self.engine, self.spec = engine, spec
-        self.name, self.arrival = JobId(spec.name), spec.arrival
+        self.name, self.arrival, self.groups = JobId(spec.name), spec.arrival, groups_of(spec)
         self.starts, self.incarnation = 0, Incarnation("")
         self.ends: list[float] = []
         """When each step was finished."""
@@ -90,7 +91,7 @@ class Run:
             self.maker.stop()
         for loop in self.loops:
             loop.stop()
-            for group in groups_of(self.spec):
+            for group in self.groups:
                 engine.locks[group].post(how(at=engine.now, session=loop.session))
         for name in sorted(self.registered):
             for node in engine.locks[name].nodes.values():

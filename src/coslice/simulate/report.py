@@ -9,7 +9,6 @@ from coslice.core.duty import duty_bound
 from coslice.simulate.engine import Engine
 from coslice.simulate.jobs import Run
 from coslice.simulate.solo import Solo
-from coslice.simulate.spec import groups_of
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -139,7 +138,7 @@ def _job(engine: Engine, run: Run, solo: Solo) -> JobReport | None:
         steps=count,
         step_s=(ends[-1] - ends[0]) / count,
         solo_step_s=(solo_ends[-1] - solo_ends[0]) / count,
-        slowdown=_ratio(ends, solo_ends, 0, count),
+        slowdown=_ratio(ends[-1] - ends[0], solo_ends[-1] - solo_ends[0]),
         worst10=max(rolling(ends, solo_ends)),
         solo_duty=max(solo.duty.values()),
         starts=run.starts,
@@ -151,11 +150,13 @@ def rolling(ends: Sequence[float], solo: Sequence[float], *, steps: int = 10) ->
     """The slowdown of every ``steps`` steps in a row (of all, if they are fewer). Both sequences have the
     ends of the same steps and, first, the end of the step before; at least two values each."""
     few = min(steps, len(ends) - 1)
-    return [_ratio(ends, solo, k, k + few) for k in range(len(ends) - few)]
+    took = [later - end for end, later in zip(ends, ends[few:], strict=False)]
+    alone = [later - end for end, later in zip(solo, solo[few:], strict=False)]
+    return [_ratio(*spans) for spans in zip(took, alone, strict=False)]
 
 
-def _ratio(ends: Sequence[float], solo: Sequence[float], first: int, last: int) -> float:
-    return (ends[last] - ends[first]) / max(1e-12, solo[last] - solo[first])
+def _ratio(shared: float, alone: float) -> float:
+    return shared / (alone if alone > 1e-12 else 1e-12)
 
 
 def _solo_gpu_hours(engine: Engine, jobs: dict[str, JobReport], weights: dict[str, int]) -> float:
@@ -163,7 +164,7 @@ def _solo_gpu_hours(engine: Engine, jobs: dict[str, JobReport], weights: dict[st
     for run in engine.runs.values():
         told = jobs.get(run.name)
         if told is not None:
-            gpus = sum(weights[group] for group in groups_of(run.spec))
+            gpus = sum(weights[group] for group in run.groups)
             total += gpus * told.steps * told.solo_step_s / 3600
     return total
 

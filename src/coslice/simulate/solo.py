@@ -31,40 +31,36 @@ def alone(job: Job, steps: int, *, passes: Sequence[Scale] = (), batches: Sequen
         if ahead is not None:
             made, computed = next(makes)
             now = max(now, ahead.arrives(made))
-            _count(busy, computed)
+            for group, spent in computed:
+                busy[group] = busy.get(group, 0.0) + spent
         took, computed = next(loop)
         now += took
-        _count(busy, computed)
+        for group, spent in computed:
+            busy[group] = busy.get(group, 0.0) + spent
         ends.append(now)
         if ahead is not None:
             ahead.finished(now)
     return Solo(tuple(ends), {group: spent / now for group, spent in busy.items()} if now > 0 else {})
 
 
-Computed = list[tuple[str, float]]
-"""Group and seconds, in the order of the stretches."""
+Length = tuple[float, list[tuple[str, float]]]
+"""Seconds of a pass, and group and seconds of its stretches on accelerators."""
 
 
-def _lengths(loop: tuple[Pass, ...], scales: Sequence[Scale]) -> Iterator[tuple[float, Computed]]:
-    """Seconds of pass 1, 2, …, and those on accelerators."""
-    known: dict[tuple[int, Scale], tuple[float, Computed]] = {}
-    for k in itertools.count():
-        which = k % len(loop), scales[k] if k < len(scales) else UNCHANGED
-        found = known.get(which)
-        if found is None:
-            one, scale = loop[which[0]], which[1]
-            computed = [(part.group, part.seconds * scale[0]) for part in one if part.group]
-            known[which] = found = seconds(one, scale), computed
-        yield found
+def _lengths(loop: tuple[Pass, ...], scales: Sequence[Scale]) -> Iterator[Length]:
+    """Of pass 1, 2, …"""
+    usual = [_length(one, UNCHANGED) for one in loop]
+    drifted = (_length(loop[k % len(loop)], scale) for k, scale in enumerate(scales))
+    late = len(scales) % len(loop) if loop else 0
+    return itertools.chain(drifted, usual[late:], itertools.cycle(usual))
+
+
+def _length(one: Pass, scale: Scale) -> Length:
+    return seconds(one, scale), [(part.group, part.seconds * scale[0]) for part in one if part.group]
 
 
 def seconds(one: Pass, scale: Scale = UNCHANGED) -> float:
     if scale is UNCHANGED:
-        return sum(part.seconds for part in one)
+        return sum([part.seconds for part in one])
     on, off = scale
-    return sum(part.seconds * (on if part.group else off) for part in one)
-
-
-def _count(busy: dict[str, float], computed: Computed) -> None:
-    for group, spent in computed:
-        busy[group] = busy.get(group, 0.0) + spent
+    return sum([part.seconds * (on if part.group else off) for part in one])
