@@ -50,6 +50,13 @@ def test_an_answer_that_has_no_room_is_an_error_of_one_line() -> None:
     assert ended.returncode == 1
 
 
+def test_more_decisions_than_a_message_can_ask_for_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback of the encoder."""
+    ended = in_process("explain", "default", "--last", str(10**20), monkeypatch=monkeypatch)
+    assert ended.returncode == 2
+    assert "--last" in ended.stderr
+
+
 def test_help_teaches_the_first_steps() -> None:
     text = coslice("--help").stdout
     for words in ("coslice demo", "coslice up", "coslice run", "coslice status"):

@@ -180,7 +180,7 @@ def top(
 def explain(
     group: Annotated[str, typer.Argument(help="The group to explain.")],
     job: Annotated[str, typer.Option("--job", "-j", help="Only what concerns this job.")] = "",
-    last: Annotated[int, typer.Option(min=1, help="How many decisions to show.")] = 20,
+    last: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many decisions to show.")] = 20,
     orchestrator: Orchestrator = DEFAULT_ORCHESTRATOR,
     json: Json = False,
 ) -> None:
