@@ -148,14 +148,14 @@ def resume(holdings: Holdings) -> tuple[NodeEffect, ...]:
 
 
 def _hear(turn: NodeTurn, event: NodeEvent) -> bool:
-    """True: it was the end of a move, so that nobody is in transit."""
+    """True: nobody is in transit for sure."""
     if type(event) is ev.MakeResidentCommanded:  # what happens often comes first
-        _on_command(turn, event)
-    elif type(event) is ev.SnapshotSucceeded:
+        return _on_command(turn, event)
+    if type(event) is ev.SnapshotSucceeded:
         return _on_snapshot_succeeded(turn, event)
-    elif type(event) is ev.RestoreSucceeded:
+    if type(event) is ev.RestoreSucceeded:
         return _on_restore_succeeded(turn, event)
-    elif type(event) is ev.UsageMeasured:
+    if type(event) is ev.UsageMeasured:
         _on_measured(turn, event)
     elif type(event) is ev.MemberRegistered:
         on_registered(turn, event)
@@ -183,7 +183,7 @@ def _hear(turn: NodeTurn, event: NodeEvent) -> bool:
 # ── commands and time ──────────────────────────────────────────────────────
 
 
-def _on_command(turn: NodeTurn, event: ev.MakeResidentCommanded) -> None:
+def _on_command(turn: NodeTurn, event: ev.MakeResidentCommanded) -> bool:
     held = turn.holdings
     running, queued = held.running, held.queued
     if (running is not None and running.op == event.op) or (queued is not None and queued.op == event.op):
@@ -192,10 +192,12 @@ def _on_command(turn: NodeTurn, event: ev.MakeResidentCommanded) -> None:
         turn.effects.append(held.finished)
         turn.say(ReasonCode.REPEATED, f"{event.op} is over; its report goes out again")
     else:
-        _queue(turn, event)
+        return _take(turn, event)
+    return False
 
 
-def _queue(turn: NodeTurn, event: ev.MakeResidentCommanded) -> None:
+def _take(turn: NodeTurn, event: ev.MakeResidentCommanded) -> bool:
+    """True: it begins at once."""
     held = turn.holdings
     if event.epoch <= held.epoch:
         raise Rejected(
@@ -206,10 +208,21 @@ def _queue(turn: NodeTurn, event: ev.MakeResidentCommanded) -> None:
         )
     if held.queued is not None:
         turn.say(ReasonCode.STALE, f"{held.queued.op} is dropped before it began: {event.op} is newer")
-    op = Operation(op=event.op, epoch=event.epoch, job=event.job, need=event.need, freeze=event.freeze)
-    turn.holdings = replace(held, epoch=event.epoch, queued=op)
-    if held.running is not None:
+    begins = held.running is None
+    op = Operation(
+        op=event.op,
+        epoch=event.epoch,
+        job=event.job,
+        need=event.need,
+        freeze=event.freeze,
+        begun=turn.at if begins else 0.0,
+    )
+    if held.running is None:
+        turn.holdings = replace(held, epoch=event.epoch, running=op, queued=None)
+    else:
+        turn.holdings = replace(held, epoch=event.epoch, queued=op)
         turn.say(ReasonCode.QUEUED, f"{event.op} waits for {held.running.op}")
+    return begins
 
 
 def _on_deadline(turn: NodeTurn) -> None:

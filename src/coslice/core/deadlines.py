@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from coslice.core import draining, lease, membership, sessions
 from coslice.core.effects import ReasonCode
 from coslice.core.group_state import (
+    ACTIVE,
     Group,
     Held,
-    HolderState,
     Swapping,
     active,
     contended,
@@ -35,8 +35,7 @@ def next_deadline(group: Group) -> float | None:
             due.append(session.deadline)
     if group.settle_by is not None:
         due.append(group.settle_by)
-    held = group.occupancy
-    swapping = type(held) is Swapping
+    held, swapping = group.occupancy, type(group.occupancy) is Swapping
     for view in group.views:
         if not view.attached:
             if not draining.waited_out(group, view):
@@ -49,11 +48,11 @@ def next_deadline(group: Group) -> float | None:
         due += [stuck.retry_at for stuck in group.stuck]
     if type(held) is Held:
         for holder in held.holders:
-            if holder.confirm_by is not None and holder.state is HolderState.ACTIVE:
+            if holder.confirm_by is not None and holder.state is ACTIVE:
                 due.append(holder.confirm_by)
         if held.contended_since is not None and (overrun := _overrun_at(group, held)) is not None:
             due.append(overrun)
-        if group.waiters and (ask := _ask_at(group, held)) is not None:
+        if group.waiters and not held.asked and (ask := _ask_at(group, held)) is not None:
             due.append(ask)
     if len(due) < 2:
         return due[0] if due else None

@@ -354,19 +354,22 @@ def _advance(turn: Turn, policy: Policy) -> None:
     reserved: Reserve | None = None
     if candidates:
         past = memory.remembered(group) if policy.remembers else NOTHING
-        choice = policy.choose(candidates, resident=job_of(group.occupancy), now=turn.at, past=past)
+        last = job_of(group.occupancy)
+        choice = policy.choose(candidates, resident=last, now=turn.at, past=past)
         if type(choice) is Choice:
-            swap.begin(turn, choice)
+            swap.begin(turn, choice, last)
         elif choice.until > turn.at:
             reserved = choice
         else:
-            swap.begin(turn, Choice(candidates[0], f"the time kept for {choice.job} is over"))
+            swap.begin(turn, Choice(candidates[0], f"the time kept for {choice.job} is over"), last)
     if reserved is not None or group.reserved is not None:
         _reserve(turn, reserved)
 
 
 def _willing(group: Group) -> tuple[Waiter, ...]:
     """Whoever may be granted; but the job that was frozen just now does not go before those it made wait."""
+    if not (group.lost or group.stuck or group.drained or group.frozen):
+        return group.waiters
     candidates = eligible(group)
     if not group.frozen or len(candidates) < 2:
         return candidates

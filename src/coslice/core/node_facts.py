@@ -91,14 +91,16 @@ def _fact(holdings: Holdings, context: Context) -> ContextFact:
     members = context.members
     if len(members) == 1:  # most often
         one = members[0]
+        pids: tuple[int, ...] = (one.pid,)
         size, whole = one.bytes, one.whole and not one.bytes
     else:
+        pids = tuple([m.pid for m in members])
         size, whole = context.bytes, context.whole
     return ContextFact(
         job=context.job,
         state=state,
         bytes=size,
-        pids=(members[0].pid,) if len(members) == 1 else tuple([m.pid for m in members]),
+        pids=pids,
         incarnation=context.incarnation,
         reason=reason,
         whole=whole,

@@ -31,7 +31,6 @@ from coslice.core.group_state import (
     held_by,
     held_up,
     is_on_device,
-    job_of,
     on_device,
     record_of,
     view_of,
@@ -79,11 +78,11 @@ def freezes(group: Group, view: NodeView, job: JobId) -> bool:
     return any(c.job in others and c.state in ON_DEVICE for c in view.facts.contexts)
 
 
-def begin(turn: Turn, choice: Choice) -> None:
-    """The lock is free and ``choice`` is next: a lease at once if nothing must move, else a swap."""
+def begin(turn: Turn, choice: Choice, last: JobId | None) -> None:
+    """The lock is free, of ``last``, and ``choice`` is next: a lease at once if nothing must move, else a
+    swap."""
     waiter, group = choice.waiter, turn.group
-    last, epoch = job_of(group.occupancy), Epoch(group.epoch + 1)
-    queue = group.waiters
+    epoch, queue = Epoch(group.epoch + 1), group.waiters
     first = queue[0] is waiter  # a job has one place
     waiters = queue[1:] if first else tuple([w for w in queue if w.job != waiter.job])
     told, rest = [], []
