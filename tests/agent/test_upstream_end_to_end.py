@@ -28,6 +28,10 @@ class Orchestrator:
         request = up.AcquireRequest(job_id=job, group_id=GROUP)
         return await self._stub.Acquire(request, timeout=PATIENCE)
 
+    async def told(self) -> dict[str, int]:
+        request = up.GetGroupStatusRequest(group_id=GROUP)
+        return {s.job_id: s.job_state for s in (await self._stub.GetGroupStatus(request)).agent_job_states}
+
     async def give(self, job: str) -> up.YieldResponse:
         return await self._stub.Yield(up.YieldRequest(job_id=job, group_id=GROUP), timeout=PATIENCE)
 
@@ -58,6 +62,14 @@ async def test_two_jobs_of_theirs_and_one_of_ours_take_turns(node: Node, started
     caller = Caller(node)
     assert not (await lock.acquire("job-a")).context_restored
     second = await workload(node, "job-b", group=GROUP)
+    names = up.SnapshotAgentJobState
+    async with asyncio.timeout(PATIENCE):
+        while len(told := await lock.told()) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # upstream tells nobody of a state
+    assert told == {"job-a": names.STATE_RUNNING, "job-b": names.STATE_RUNNING}, (
+        "on the device, nothing moves"
+    )
+    assert await caller.states() == {"job-a": "RUNNING", "job-b": "RUNNING"}
     waiting = asyncio.create_task(lock.acquire("job-b"))
     await lock.give("job-a")
     assert not (await waiting).context_restored, "its state was here already"

@@ -23,6 +23,7 @@ from coslice.core.holdings import (
     saved_bytes,
 )
 
+_BESIDE = "on the device beside "
 _SAVED, _LIVE = (ContextState.SAVED, ""), (ContextState.LIVE, "")
 _PLAIN = (Saved, Returning, Lost)
 """Places with a state of their own, whatever else there is."""
@@ -77,6 +78,11 @@ def facts(holdings: Holdings) -> NodeFacts:
         host_used=saved_bytes(holdings),
         accelerator=holdings.accelerator,
     )
+
+
+def crowded(fact: ContextFact) -> bool:
+    """On the device, whole, and nothing moves it; but others are there as well, without room for all."""
+    return fact.state is ContextState.LEAVING and fact.reason.startswith(_BESIDE)
 
 
 def _used(holdings: Holdings) -> int:
@@ -141,5 +147,5 @@ def _said_live(holdings: Holdings, context: Context, place: Live) -> tuple[Conte
     names = ", ".join(c.job for c in beside)
     return (
         ContextState.LEAVING,
-        f"on the device beside {names}, without room for all: the next grant makes it",
+        f"{_BESIDE}{names}, without room for all: the next grant makes it",
     )

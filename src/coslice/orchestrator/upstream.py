@@ -27,6 +27,7 @@ from coslice.core import events as ev
 from coslice.core.events import ContextState
 from coslice.core.group_state import Empty, Group, Held, Resident, Swapping, open_asks
 from coslice.core.ids import GroupId, Incarnation, JobId, RequestId, SessionId, check_name
+from coslice.core.node_facts import crowded
 from coslice.core.outcome import Rejected
 from coslice.errors import CosliceError
 from coslice.orchestrator import convert, views
@@ -59,8 +60,9 @@ _STATUS: dict[pb.Code.ValueType, grpc.StatusCode] = {
 }
 """Where upstream's codes differ from ours."""
 
+RUNNING = up.SnapshotAgentJobState.STATE_RUNNING
 _CONTEXT = {
-    ContextState.LIVE: up.SnapshotAgentJobState.STATE_RUNNING,
+    ContextState.LIVE: RUNNING,
     ContextState.LEAVING: up.SnapshotAgentJobState.STATE_TRANSITIONING,
     ContextState.RETURNING: up.SnapshotAgentJobState.STATE_TRANSITIONING,
     ContextState.SAVED: up.SnapshotAgentJobState.STATE_SAVED,
@@ -409,7 +411,11 @@ def _status(group: Group, *, since: float) -> up.GetGroupStatusResponse:
             loaded_job=loaded,
         ),
         agent_job_states=[
-            up.SnapshotAgentJobState(agent=view.node, job_state=_CONTEXT[context.state], job_id=context.job)
+            up.SnapshotAgentJobState(
+                agent=view.node,
+                job_state=RUNNING if crowded(context) else _CONTEXT[context.state],
+                job_id=context.job,
+            )
             for view in group.views
             for context in view.facts.contexts
         ],
