@@ -559,6 +559,42 @@ def test_after_a_stall_the_deadline_gets_its_grace_again(stall: float, fresh: bo
     run_virtual(main())
 
 
+@virtual
+async def test_a_look_at_whether_the_loop_stands_still_is_no_turn() -> None:
+    turns = 0
+
+    class Counted(Driver[Count, Event, Said]):
+        async def _take_turn(self) -> None:
+            nonlocal turns
+            turns += 1
+            await super()._take_turn()
+
+    rig = Rig()
+    clock = StallingClock()
+    rig.driver = Counted(
+        name="count",
+        state=Count(),
+        step=step,
+        next_deadline=lambda state: state.due,
+        deadline_passed=Due,
+        clock=clock,
+        save=rig.slot.save,
+        perform=lambda effect: rig.log.append(effect.total),
+        on_stall=_regrace,
+        stall_limit=5.0,
+    )
+    rig.start()
+    await rig.driver.post(Add(1, due_in=100, at=clock.now()))
+    await asyncio.sleep(60)
+    assert turns == 1
+    clock.ahead += 60  # the process was stopped
+    await asyncio.sleep(9)
+    assert rig.said == [1], "it has its grace again"
+    await asyncio.sleep(9)
+    assert (rig.said, turns) == ([1, 101], 3)
+    await rig.stop()
+
+
 def _given_late(before: Count, state: Count, now: float) -> Count:
     return state if state.due == before.due else _regrace(state, now)
 

@@ -241,10 +241,21 @@ class Driver(Generic[S, E, F]):
         loop = asyncio.get_running_loop()
         if self._wake is None:
             return  # the next wait will have a timer of its own
-        if self._due <= loop.time():
-            self._ring()
-        else:
+        if self._due > loop.time():
             self._end_by(self._due, loop)
+        elif self._only_looks(loop):
+            self._due = math.inf
+            self._plan(loop)
+        else:
+            self._ring()
+
+    def _only_looks(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Is nothing due but a look at whether the loop stood still, and did it not? A thousand groups whose
+        locks are held look so all the time."""
+        if self._planned is None or self._inbox or self._late is not None or self._unsaved_by <= loop.time():
+            return False
+        now, deadline = self._clock.now(), self._deadline(self._state)
+        return deadline is not None and now < deadline and not self._stalled(now)
 
     def _deadline(self, state: S) -> float | None:
         if self._dated[0] is not state:
