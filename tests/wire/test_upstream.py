@@ -40,13 +40,14 @@ AGENT = """
 ProcessTarget: 1 pids int32 repeated
 CudaBackendConfig: 1 explicit_target ProcessTarget
 DirectMemoryBackendConfig: 1 explicit_target ProcessTarget
+TpuBackendConfig: 1 explicit_target ProcessTarget
 AppEndpointConfig: 1 app App, 2 endpoints string repeated, 3 mode SuspendMode, 4 tags string repeated
 AppChannelConfig: 1 mode SuspendMode, 2 tags string repeated
 MemoryRegion: 1 pid int32, 2 address uint64, 3 size_bytes uint64
 MemoryRegionsBackendConfig: 1 regions MemoryRegion repeated, 2 snapshot_name string
 BackendConfig: 1 cuda CudaBackendConfig oneof backend, 2 app_endpoint AppEndpointConfig oneof backend, 3
     app_channel AppChannelConfig oneof backend, 4 direct_memory DirectMemoryBackendConfig oneof backend, 5
-    memory_regions MemoryRegionsBackendConfig oneof backend
+    memory_regions MemoryRegionsBackendConfig oneof backend, 6 tpu TpuBackendConfig oneof backend
 WorkloadCapabilities: 1 supported_modes SuspendMode repeated, 2 default_mode SuspendMode, 3 tags string
     repeated
 RegisterWorkload: 1 job_id string, 2 group string, 3 capabilities WorkloadCapabilities
