@@ -246,9 +246,9 @@ async def test_a_call_that_ends_early_leaves_no_ghost(world: World, callers: lis
 
 
 async def test_a_grant_whose_answer_would_come_too_late_is_taken_back(
-    world: World, callers: list[Caller], monkeypatch: pytest.MonkeyPatch
+    world: World, callers: list[Caller], store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    up_, _ = await started(world, callers)
+    up_, _ = await started(world, callers, store=store)
     await up_.acquire("job-b")
     monkeypatch.setattr(upstream, "NEAR", BOUND)  # every grant is so near to its deadline
     monkeypatch.setattr(upstream, "SHARE", 1.0)
@@ -259,6 +259,7 @@ async def test_a_grant_whose_answer_would_come_too_late_is_taken_back(
     await watcher.until("pool", lambda group: len(group.waiters) == 1)
     await up_.give("job-b")
     assert await code_of(late) is grpc.StatusCode.DEADLINE_EXCEEDED
+    await watcher.until("pool", lambda group: not group.jobs)  # its name is free for a client with a session
     assert (await up_.status()).group.locking_job == ""
     assert (await up_.acquire("job-a", timeout=None)).success
 

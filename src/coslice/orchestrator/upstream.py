@@ -316,13 +316,12 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
     def _drop_if_idle(self, caller: _Caller, lock: GroupLock) -> None:
         """Neither waiting nor holding: a session that stays would keep the job's name from its next start. As
         this orchestrator stops it waits on: its place is kept for its next call, to the successor."""
-        who = caller.who
-        if (
-            not caller.answers.stopping
-            and caller.calls == 0
-            and views.lease_of(lock.state, who.session) is None
-        ):
+        if caller.answers.stopping or caller.calls:
+            return
+        if views.lease_of(lock.state, caller.who.session) is None:
             self._close(caller, lock)
+        else:
+            self._holders[lock.id] = caller  # a lease that is on its way back ends in ``changed``
 
     def _close(self, caller: _Caller, lock: GroupLock) -> None:
         if self._callers.get((caller.who.job, lock.id)) is caller:
