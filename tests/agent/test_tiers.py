@@ -229,6 +229,26 @@ async def test_what_a_read_only_disk_kept_is_not_taken_for_the_state_by_the_next
     again.close()
 
 
+async def test_what_was_given_up_on_a_read_only_disk_is_not_taken_for_what_its_process_saved_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers = HostBuffers(5 * MIB, disk=DiskTier(tmp_path, 20 * MIB))
+    await filled(buffers, "g/a/1", 4 * MIB)
+    await buffers.reserve("g/b/1", 4 * MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", read_only)
+        buffers.free("g/a/1")
+        buffers.free("g/b/1")
+    await buffers.reserve("g/a/1", 4 * MIB)
+    now = random.Random("another step").randbytes(4 * MIB)
+    os.pwrite(buffers.descriptor("g/a/1"), now, 0)
+    assert written(tmp_path).exists()
+    again = await after_the_agent(buffers, "g/a/1", tmp_path)
+    assert os.pread(again.descriptor("g/a/1"), 4 * MIB, 0) == now
+    assert (again.spilled("g/a/1"), files(tmp_path)) == (0, [])
+    again.close()
+
+
 async def test_an_agent_that_ends_half_way_back_from_disk_leaves_the_state_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ class HostBuffers:
         file = self._files.get(name)
         if file is None:
             file = self._files[name] = _File(os.memfd_create("coslice", os.MFD_CLOEXEC))
+            say_whole(file.fd, not self.spilled(name))  # of an earlier one a file may be left on disk
             self._arrived(name)
         async with self._using(name, file):
             if self.spilled(name):
