@@ -193,6 +193,18 @@ def written(path: Path, **more: object) -> str:
     return str(path)
 
 
+def test_of_a_job_with_batches_some_may_be_ready_at_once_and_some_steps_take_no_time(tmp_path: Path) -> None:
+    """Only on the average a step has to last."""
+    train = {"name": "a", "loop": [[{"seconds": s, "group": "p"}] for s in (0, 5)]}
+    for made in (3, 0):
+        job = {**train, "produce": [[{"seconds": made}], [{"seconds": 0}]]}
+        run("--scenario", written(tmp_path / "s.json", jobs=[job], until=100))
+    for loop, error in (([[{"seconds": 0, "group": "p"}]], "a step that takes no time"), ([], "empty step")):
+        job = {"name": "a", "loop": loop, "produce": [[{"seconds": 0, "group": "p"}]]}
+        with pytest.raises(ConfigError, match=error):
+            run("--scenario", written(tmp_path / "s.json", jobs=[job], until=100))
+
+
 def test_what_a_scenario_says_is_not_said_twice(tmp_path: Path) -> None:
     path, out = written(tmp_path / "s.json", policy="shortest"), tmp_path / "out.json"
     with pytest.raises(ConfigError, match="--swap-s, --fault: with --scenario"):

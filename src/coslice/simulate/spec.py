@@ -174,14 +174,14 @@ def groups_of(job: Job) -> tuple[str, ...]:
 
 def _check_job(job: Job, pools: set[str]) -> None:
     groups = groups_of(job)
-    if not groups or not all(job.loop):
+    if not groups or not job.loop or not all(job.loop):
         raise ConfigError(f"{job.name} needs no group, or has an empty step: there is nothing to share")
     if unknown := [group for group in groups if group not in pools]:
         raise ConfigError(f"{job.name} needs group {unknown[0]!r}; there are: {', '.join(sorted(pools))}")
     seconds = [part.seconds for one in (*job.produce, *job.loop) for part in one]
     if not (min(seconds) >= 0 and sum(seconds) < math.inf):
         raise ConfigError(f"{job.name}: durations must be 0 or more seconds, and finite")
-    if max(min(_lengths(job.loop)), min(_lengths(job.produce), default=0.0)) < SHORTEST_S:
+    if _shortest(job) < SHORTEST_S:
         raise ConfigError(
             f"{job.name} has a step that takes no time, or less than {SHORTEST_S:g} s: some stretch must last"
         )
@@ -212,9 +212,18 @@ def _check_length(scenario: Scenario) -> None:
     )
 
 
+def _shortest(job: Job) -> float:
+    """Seconds of its shortest step; with batches of the mean one, for some find theirs ready."""
+    return _mean(job) if job.produce else min(_lengths(job.loop))
+
+
+def _mean(job: Job) -> float:
+    """Seconds of a step, of many."""
+    return max(sum(_lengths(part)) / max(1, len(part)) for part in (job.loop, job.produce))
+
+
 def _most_steps(job: Job, until: float) -> float:
-    shrinks = math.prod([min(1.0, drift.factor) for drift in job.drift])
-    mean = max(sum(_lengths(part)) / max(1, len(part)) for part in (job.loop, job.produce)) * shrinks
+    mean = _mean(job) * math.prod([min(1.0, drift.factor) for drift in job.drift])
     some = max(0.0, until - job.arrival) / mean if mean > 0 else math.inf
     return min(some, job.steps or math.inf)
 
