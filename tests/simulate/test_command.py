@@ -255,8 +255,8 @@ def test_a_journal_takes_the_place_of_a_file_and_of_nothing_else(tmp_path: Path)
     link.symlink_to(file)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        for path in (pipe, link, tmp_path):
-            with pytest.raises(ConfigError, match=re.escape(str(path))):
+        for path, why in ((pipe, " is no plain file"), (link, " is a link"), (tmp_path, ": Is a directory")):
+            with pytest.raises(ConfigError, match=re.escape(f"{path}{why}")):
                 run("a=10/10", "--hours", "0.1", "--journal", str(path))
     finally:
         os.close(reader)

@@ -43,16 +43,18 @@ def private_directory(path: str | Path) -> Path:
 def open_private(path: str | Path, flags: int) -> int:
     """A descriptor of a regular file of ours, made with mode 0600 if need be.
 
-    Raises ``OSError`` as open(2) does, ``ConfigError`` for a link or another user's file.
+    Raises ``OSError`` as open(2) does, ``ConfigError`` for a link, a device or another user's file.
     """
     if os.path.islink(path):
         raise ConfigError(f"{path} is a link, and links are not followed here: name the file itself")
     fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     try:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path} is no plain file: choose another place")
+        if found.st_uid != os.geteuid():
             raise ConfigError(
-                f"{path} is not a file of user {os.geteuid()} (its owner is {found.st_uid}): move it away or "
+                f"{path} belongs to user {found.st_uid} and we are user {os.geteuid()}: move it away or "
                 "choose another place"
             )
         os.fchmod(fd, 0o600)  # it may be older than our umask
