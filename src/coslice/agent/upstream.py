@@ -174,7 +174,7 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
 
     async def Status(self, request: up.StatusRequest, context: Context) -> up.StatusResponse:
         await self._survey(max_age=0.1)
-        known = {JobId(e.job) for e in self._ledger.of_group(NO_GROUP)}
+        known = {JobId(e.job) for e in self._ledger.living(NO_GROUP)}
         states = {j: self._state_now(j) for j in known | {m.job for m in self._members.of_group(NO_GROUP)}}
         states |= {JobId(job): up.JOB_STATE_TRANSITIONING for job in self._moving}
         for group in self._groups.values():
@@ -337,8 +337,7 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
     def _absent(self, job: str) -> list[Entry]:
         """Its processes that the last agent moved, and that have not come back to this one."""
         known = {(m.pid, m.started) for m in self._members.of_job(NO_GROUP, JobId(job))}
-        entries = self._ledger.of_group(NO_GROUP)
-        return [e for e in entries if e.job == job and (e.pid, e.started) not in known]
+        return [e for e in self._ledger.living(NO_GROUP, job) if (e.pid, e.started) not in known]
 
     async def _processes_back(self, operation: Operation) -> None:
         """Raises ``DirectRefused`` if they do not come."""

@@ -72,9 +72,10 @@ class Ledger:
         found = self._entries.get(_key(group, job, pid, started))
         return found or Entry(group=group, job=job, pid=pid, started=started)
 
-    def of_group(self, group: str) -> list[Entry]:
-        """Of processes that live; connected or not."""
-        return [e for e in self._entries.values() if e.group == group and alive(e.pid, e.started)]
+    def living(self, group: str, job: str | None = None) -> list[Entry]:
+        """Of processes that live, connected or not; of all jobs or of one."""
+        entries = [e for e in self._entries.values() if e.group == group and job in (None, e.job)]
+        return [e for e in entries if alive(e.pid, e.started)]
 
     async def put(self, entry: Entry) -> None:
         """Returns once it is written; only then may what it says be done."""
