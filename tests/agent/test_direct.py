@@ -1,10 +1,14 @@
 """The direct API, for services that schedule themselves."""
 
+import asyncio
+from typing import Any
+
 import grpc
 import grpc.aio
 import pytest
 from agent.conftest import GROUP, MIB, PATIENCE, Node
 
+from coslice.agent.direct import DirectApi
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
 
@@ -77,3 +81,32 @@ async def test_host_memory_is_checked_before_the_process_is_touched(node: Node) 
     assert "host memory budget" in refused.value.details()
     await process.do("drop")
     assert not any(said["event"] == "moved_out" for said in process.said)
+
+
+async def test_a_move_whose_caller_went_away_is_over_before_the_next_begins(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who called next was told that the job is on the device already, while its state was leaving."""
+    made: list[DirectApi] = []
+
+    class Kept(DirectApi):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr("coslice.agent.app.DirectApi", Kept)
+    await node.start(orchestrator=None)
+    process = await node.workload("job-a", "--hold", group="", size=MIB)
+    (direct,) = made
+    gone = asyncio.create_task(direct.snapshot("job-a", mode="", tags=(), timeout=0.0, pids=()))
+    await process.until("moved_out")  # all but its word for it
+    gone.cancel()
+    await asyncio.wait((gone,))
+    assert direct.moving("job-a")
+    back = asyncio.create_task(direct.restore("job-a", timeout=0.0))
+    await asyncio.sleep(0)  # it has asked for its turn
+    process.tell("go")
+    moved, reason = await back
+    assert (moved.bytes, reason) == (MIB, "")
+    assert (await process.until("moved_in"))["intact"]
+    assert not direct.moving("job-a")

@@ -71,7 +71,7 @@ class DirectApi:
         if pids:
             await self.take_in(job, pids, backend)
         self._check_backend(backend, self.find(job))
-        async with self._turn(job):
+        async with self._turn(job) as turn:
             members = _named(self.find(job), pids)  # again: it may have waited long
             for member in members:
                 if (mode or "offload") not in member.modes:
@@ -82,16 +82,16 @@ class DirectApi:
             if all(member.parked for member in members):
                 return Snapshotted(bytes=0, residual=0, seconds=0.0), f"{job} is in host memory already"
             work = self._move_out(job, members, mode or "offload", tags, timeout, backend)
-            return await _whole(work), ""
+            return await turn.whole(work), ""
 
     async def restore(self, job: str, *, timeout: float) -> tuple[Restored, str]:
         """Raises ``DirectRefused``. Of a job that is on the device: nothing moves, and that is said."""
         self.find(job)
-        async with self._turn(job):
+        async with self._turn(job) as turn:
             members = self.find(job)
             if not any(member.sleeps for member in members):
                 return Restored(bytes=0, seconds=0.0), f"{job} is on the device already"
-            return await _whole(self._move_in(job, members, timeout)), ""
+            return await turn.whole(self._move_in(job, members, timeout)), ""
 
     async def _move_out(
         self,
@@ -150,9 +150,8 @@ class DirectApi:
             incarnation=members[0].incarnation,
         )
 
-    def _turn(self, job: str) -> asyncio.Lock:
-        """One move of a job at a time; the second caller waits and then finds it done."""
-        return self._locks.setdefault(JobId(job), asyncio.Lock())
+    def _turn(self, job: str) -> "_Turn":
+        return _Turn(self._locks.setdefault(JobId(job), asyncio.Lock()))
 
     def _name(self, job: str) -> str:
         self._count += 1
@@ -219,11 +218,29 @@ def _named(members: tuple[Member, ...], pids: Sequence[int]) -> tuple[Member, ..
     return tuple(member for member in members if not pids or member.pid in pids)
 
 
-async def _whole(work: Coroutine[Any, Any, T]) -> T:
-    """Run a move to its end even if its caller goes away in the middle, and nobody hears how it ended."""
-    move = asyncio.ensure_future(work)
-    move.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return await asyncio.shield(move)
+class _Turn:
+    """One move of a job at a time; the second caller waits and then finds it done."""
+
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock = lock
+        self._move: asyncio.Future[Any] | None = None
+
+    async def __aenter__(self) -> "_Turn":
+        await self._lock.acquire()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._move is None or self._move.done():
+            self._lock.release()
+        else:
+            self._move.add_done_callback(lambda move: self._lock.release())
+
+    async def whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the move to its end even if its caller goes away in the middle, and nobody hears how it ended.
+        The turn lasts as long."""
+        move = self._move = asyncio.ensure_future(work)
+        move.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(move)
 
 
 def _failed(job: str, what: str, error: MoveError | TimeoutError) -> DirectRefused:
