@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from agent import test_upstream
 from agent.conftest import GROUP, MIB, PATIENCE, Node, contexts
 from agent.fake_orchestrator import FakeOrchestrator
 from topology.conftest import Labels
@@ -379,8 +380,9 @@ async def test_a_process_registers_as_the_job_that_its_pod_s_label_names(
     assert sorted(member.job for member in agent.members) == ["a", "b"]
 
 
+@pytest.mark.parametrize("protocol", ["coslice", "upstream"])
 async def test_who_registers_before_labels_are_read_waits_for_them(
-    node: Node, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    node: Node, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
     """Which groups there are is not known before either."""
     asked, known = asyncio.Event(), Placing.known
@@ -393,12 +395,17 @@ async def test_who_registers_before_labels_are_read_waits_for_them(
     monkeypatch.setattr("coslice.agent.topology.placing.KNOWN_S", PATIENCE)
     cluster.node("node-0", "train")
     cluster.api.fail = lambda method, path: ApiError(503, "ServiceUnavailable", "not yet")
-    await node.start(**following(cluster, backend="app_channel"))
-    workload = await node.workload("a", size=8 * MIB, wait=False)
+    agent = await node.start(**following(cluster, backend="app_channel"))
+    if protocol == "upstream":
+        coming = asyncio.create_task(test_upstream.workload(node, "a", group="train", size=8 * MIB))
+    else:
+        workload = await node.workload("a", size=8 * MIB, wait=False)
+        coming = asyncio.create_task(workload.until("admitted"))
     async with asyncio.timeout(PATIENCE):
         await asked.wait()
     cluster.api.fail = lambda method, path: None
-    await workload.until("admitted")
+    await coming
+    assert [(member.job, member.group) for member in agent.members] == [("a", "train")]
 
 
 async def test_while_no_label_was_read_nobody_new_is_taken_in_and_nobody_known_is_refused(

@@ -83,8 +83,7 @@ class Registry:
 
     async def register(self, message: pb.Register, channel: OpenChannel) -> None:
         """Makes the process behind the channel a member; raises ``RegistrationRefused``."""
-        if message.group and GroupId(message.group) not in self._groups:
-            await self._labels_known()
+        await self.group_known(message.group)
         self._check(message)
         await self.register_identified(self._identified(message), channel)
 
@@ -119,6 +118,11 @@ class Registry:
         # heard that it was set aside.
         await self._heard()
         channel.send(pb.WorkloadCommand(admitted=pb.Admitted()))
+
+    async def group_known(self, group: str) -> None:
+        """Returns once it is certain whether the group is served here. Raises ``RegistrationRefused``."""
+        if group and GroupId(group) not in self._groups:
+            await self._labels_known()
 
     async def _labels_known(self) -> None:
         if self.labels is not None and not await self.labels.known():

@@ -499,6 +499,7 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
     async def _registration(self, said: up.RegisterWorkload, peer: str) -> pb.Register:
         """As if the process had registered with us: who it is by the kernel's word, where its state is by the
         ledger's. Raises ``Unidentified`` or ``RegistrationRefused``."""
+        await self._registry.group_known(said.group)
         process = await asyncio.to_thread(process_of, peer, self._port())
         group = GroupId(said.group if self._groups else "")
         served = self._groups.get(group)
