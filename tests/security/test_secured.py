@@ -307,6 +307,15 @@ async def test_a_long_name_is_no_certificate_for_its_beginning(
     assert await attach(secured.agents_address, keys.caller(cert=LONG), LONG[:length]) == expected
 
 
+def test_a_node_whose_certificate_would_have_too_long_a_file_name_is_told_before_anything_is_made(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "certs"
+    with pytest.raises(ConfigError, match="has room for 251"):
+        make_certs(folder, names=("localhost",), nodes=("n" * 252,))
+    assert not folder.exists()
+
+
 async def test_without_tls_an_agent_shows_its_nodes_token(keys: Keys) -> None:
     app = OrchestratorApp(
         OrchestratorConfig(listen="127.0.0.1:0", token_secret=str(keys.secret), stop_grace=0.2)

@@ -23,6 +23,7 @@ token_app = typer.Typer(no_args_is_help=True, help="Tokens: who may speak for wh
 certs_app = typer.Typer(no_args_is_help=True, help="Certificates for TLS from a CA of one's own.")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST_NODE = 255 - len(".pem")
 _CA_DAYS, _CERT_DAYS = 3650, 365
 
 
@@ -128,6 +129,11 @@ def make_certs(folder: Path, *, names: tuple[str, ...], nodes: tuple[str, ...]) 
             check_name("node", each)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        if len(each) > _LONGEST_NODE:
+            raise ConfigError(
+                f"{each[:77]}… has {len(each)} characters, and a file that is named after a node has room "
+                f"for {_LONGEST_NODE}: let cert-manager make its certificate"
+            )
     for each in names:
         if not re.fullmatch(r"[A-Za-z0-9*][A-Za-z0-9.:-]{0,252}", each):
             raise ConfigError(f"{each[:80]!r} is not a host name or address")
