@@ -321,7 +321,7 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
         if views.lease_of(lock.state, caller.who.session) is None:
             self._close(caller, lock)
         else:
-            self._holders[lock.id] = caller  # a lease that is on its way back ends in ``changed``
+            self._holders.setdefault(lock.id, caller)  # a lease that is on its way back ends in ``changed``
 
     def _close(self, caller: _Caller, lock: GroupLock) -> None:
         if self._callers.get((caller.who.job, lock.id)) is caller:
