@@ -25,7 +25,11 @@ def simulate(
         ),
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="Who goes next; see docs/policies.md. Default: the scenario's, or fair_share.")
+        str,
+        typer.Option(
+            help="Who goes next; see docs/policies.md. Default: fair_share; of a scenario, what its file "
+            "says, or fifo."
+        ),
     ] = "",
     compare: Annotated[
         str | None, typer.Option(metavar="POLICY,…", help="Several policies, side by side in one table.")
