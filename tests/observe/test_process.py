@@ -1,6 +1,7 @@
 """``process_*`` are what prometheus_client says of a process, without the listing of its files."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,16 @@ def test_a_kernel_that_does_not_count_them_lists_them(
 def test_without_proc_it_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "PROC", tmp_path)
     assert list(Process().collect()) == []
+
+
+def test_a_process_that_may_open_no_more_files_says_how_many_it_has() -> None:
+    told = Process()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_files()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        found = {family.name: family.samples[0].value for family in told.collect()}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found.pop("process_max_fds") == 0
+    assert found in ({"process_open_fds": before}, {})  # before Linux 6.2 they cannot be counted then

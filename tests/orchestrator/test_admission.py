@@ -223,3 +223,16 @@ async def test_other_rules_hold_at_once_and_without_any_the_door_is_open(world: 
     assert (await a.group("pool")).admission.mode == "off"
     with pytest.raises(ConfigError, match="is none of"):
         world.app.regroup([GroupConfig(id="pool", admission="perhaps")])
+
+
+async def test_members_are_judged_when_admission_is_switched_on_by_what_they_did_before(
+    world: World,
+) -> None:
+    await start(world, "off")
+    clients = [await world.client(f"job-{name}") for name in "ab"]
+    for _ in range(2 * KNOWN):
+        for client in clients:
+            await turns(client, 1)
+    world.app.regroup([GroupConfig(id="pool", admission="warn", max_slowdown=100.0)])
+    status = await clients[0].until("pool", lambda group: group.admission.decisions)
+    assert [one.state for one in status.admission.members] == ["seated"] * 2

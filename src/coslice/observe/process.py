@@ -1,6 +1,7 @@
 """``process_*``: what Linux says of this process, as prometheus_client tells it. The library lists all open
 files to count them: with 10,000 connections that takes 10 ms and more, and all hand-overs would wait."""
 
+import contextlib
 import os
 import resource
 from collections.abc import Iterator
@@ -26,21 +27,27 @@ class Process(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         if not self._booted:
             return
-        fields = (PROC / "self" / "stat").read_text().rpartition(")")[2].split()
-        cpu = (int(fields[11]) + int(fields[12])) / _TICKS
-        resident = int(fields[21]) * resource.getpagesize()
-        started = self._booted + int(fields[19]) / _TICKS
+        with contextlib.suppress(OSError):  # as when no file may be opened any more: that is to be told
+            fields = (PROC / "self" / "stat").read_text().rpartition(")")[2].split()
+            yield from self._of(fields)
+        with contextlib.suppress(OSError):
+            files = open_files()
+            yield GaugeMetricFamily("process_open_fds", "Number of open file descriptors.", files)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        yield GaugeMetricFamily(
-            "process_virtual_memory_bytes", "Virtual memory size in bytes.", int(fields[20])
-        )
+        yield GaugeMetricFamily("process_max_fds", "Maximum number of open file descriptors.", most)
+
+    def _of(self, fields: list[str]) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """``/proc/self/stat`` from its third field on."""
+        text = "Virtual memory size in bytes."
+        yield GaugeMetricFamily("process_virtual_memory_bytes", text, int(fields[20]))
+        resident = int(fields[21]) * resource.getpagesize()
         yield GaugeMetricFamily("process_resident_memory_bytes", "Resident memory size in bytes.", resident)
         text = "Start time of the process since unix epoch in seconds."
+        started = self._booted + int(fields[19]) / _TICKS
         yield GaugeMetricFamily("process_start_time_seconds", text, started)
         text = "Total user and system CPU time spent in seconds."
+        cpu = (int(fields[11]) + int(fields[12])) / _TICKS
         yield CounterMetricFamily("process_cpu_seconds_total", text, cpu)
-        yield GaugeMetricFamily("process_open_fds", "Number of open file descriptors.", open_files())
-        yield GaugeMetricFamily("process_max_fds", "Maximum number of open file descriptors.", most)
 
 
 def open_files() -> int:

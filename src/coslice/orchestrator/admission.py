@@ -96,8 +96,7 @@ class Admissions:
         return warden
 
     def configured(self, lock: GroupLock) -> None:
-        """Its configuration may be another one now."""
-        self._catch_up()
+        """Its configuration may be another one now; ``catch_up`` came before that."""
         warden, config = self._wardens.get(lock), lock.config
         if warden is None:
             return
@@ -131,9 +130,10 @@ class Admissions:
             return
         if not self._catching_up:
             self._catching_up = True
-            asyncio.get_running_loop().call_soon(self._catch_up)
+            asyncio.get_running_loop().call_soon(self.catch_up)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
+        """Hear what was taken down so far, by the rules under which it happened."""
         unheard, self._unheard = self._unheard, []
         self._catching_up = False
         for lock, event, step in unheard:
@@ -287,7 +287,7 @@ class Admissions:
     def _ask(self, session: Session, lock: GroupLock, event: ev.AcquireRequested) -> Enter | Wait | Refuse:
         if lock.config.admission == "off":
             return Enter()
-        self._catch_up()
+        self.catch_up()
         answer = self.warden(lock).asks(event, pool_for(session.who.profile, lock.config.id))
         self._judge_soon(lock)
         return answer
@@ -336,7 +336,7 @@ class Admissions:
         return convert.refused(convert.unscoped(event.request), pb.NOT_ADMITTED, text, **facts)
 
     def status(self, lock: GroupLock) -> pb.AdmissionStatus:
-        self._catch_up()
+        self.catch_up()
         warden, now = self.warden(lock), self._clock.now()
         return pb.AdmissionStatus(
             mode=warden.rules.mode,
@@ -361,7 +361,7 @@ class Admissions:
         )
 
     def lines(self, lock: GroupLock, job: str) -> list[str]:
-        self._catch_up()
+        self.catch_up()
         return self.warden(lock).lines(job, self._clock.now())
 
     def knows(self, lock: GroupLock, job: str) -> bool:

@@ -454,6 +454,7 @@ class OrchestratorApp:
         self.config = config
         if (shown := self._shown) is None:
             return []
+        shown.admission.catch_up()
         done = shown.groups.configure(config.groups)
         for lock in shown.groups:
             shown.admission.configured(lock)
