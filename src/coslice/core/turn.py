@@ -28,7 +28,7 @@ class Turn(Struct, gc=False):
     effects: list[fx.GroupEffect] = []
     reasons: list[Reason] = []
     spare: bool = False
-    """A record may be needed no more."""
+    """A record was stored that nobody needs any more: ``group.step`` drops it in the end."""
 
     def set(self, **changes: object) -> None:
         self.group = replace(self.group, **changes)
