@@ -125,6 +125,17 @@ def test_jobs_that_are_there_at_once_share_a_name_beyond_the_limit() -> None:
     assert len(turns) <= MAX_JOBS + len(locks)
 
 
+def test_a_job_that_is_named_as_the_others_are_is_told_once() -> None:
+    pushed = Pushed(CollectorRegistry())
+    pushed.jobs = JobMeter(limit=1)
+    lock = Lock("g", pushed)
+    for number, job in enumerate((OTHER, "beyond")):
+        lock.ask(job, at=float(number))
+        lock.give(job, at=number + 0.5)
+    told = [(metric.name, labels) for metric, labels, _ in of_jobs(pushed.jobs.take())]
+    assert sorted(told) == sorted(set(told))
+
+
 def test_a_job_that_ends_makes_room_for_the_next() -> None:
     registry = CollectorRegistry()
     pushed = Pushed(registry)

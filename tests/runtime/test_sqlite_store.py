@@ -268,6 +268,7 @@ async def test_what_is_saved_in_one_turn_of_the_loop_is_written_by_it_while_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: list[tuple[bool, list[str]]]
 ) -> None:
     monkeypatch.setattr(sqlite, "QUICK_S", 60.0)
+    monkeypatch.setattr(sqlite, "STUCK_S", 60.0)
     store = SqliteStore(tmp_path / "state.db")
     await store.load()
     assert await store.save("a", b"1", expect=0) == 1
@@ -281,6 +282,7 @@ async def test_a_slow_disk_does_not_hold_up_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: list[tuple[bool, list[str]]]
 ) -> None:
     monkeypatch.setattr(sqlite, "QUICK_S", 0.0)
+    monkeypatch.setattr(sqlite, "STUCK_S", 60.0)
     store = SqliteStore(tmp_path / "state.db")
     await store.load()
     for n in range(6):
@@ -289,10 +291,27 @@ async def test_a_slow_disk_does_not_hold_up_the_loop(
     await store.close()
 
 
+async def test_a_disk_that_hung_once_does_not_hold_up_the_loop_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: list[tuple[bool, list[str]]]
+) -> None:
+    monkeypatch.setattr(sqlite, "QUICK_S", 60.0)
+    monkeypatch.setattr(sqlite, "STUCK_S", 0.0)
+    store = SqliteStore(tmp_path / "state.db")
+    await store.load()
+    for n in range(3):
+        await store.save(f"key-{n}", b"1", expect=0)
+    assert [here for here, _ in writers] == [True, False, False]
+    monkeypatch.setattr(sqlite, "STUCK_S", 60.0)  # none of the last commits hung
+    await store.save("later", b"1", expect=0)
+    assert writers[3:] == [(True, ["later"])]
+    await store.close()
+
+
 async def test_a_save_waits_its_turn_behind_those_with_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: list[tuple[bool, list[str]]]
 ) -> None:
     monkeypatch.setattr(sqlite, "QUICK_S", 60.0)
+    monkeypatch.setattr(sqlite, "STUCK_S", 60.0)
     store = SqliteStore(tmp_path / "state.db")
     await store.load()
     loading = asyncio.ensure_future(store.load())  # the thread has the file meanwhile

@@ -98,7 +98,8 @@ class JobMeter:
             del self._others[key]
 
     def take(self) -> Turns:
-        return (*self._jobs.items(), *self._others.items())
+        """A job may be named as the others are: no series is told twice."""
+        return tuple({**self._jobs, **self._others}.items())
 
 
 def of_jobs(taken: Turns) -> Iterator[Reading]:

@@ -32,6 +32,8 @@ _ROWS = 100  # in one statement at most
 QUICK_S = 0.002
 """A disk is quick if one of the last ``LOOKS`` commits took no longer: at times one writes back the log."""
 LOOKS = 3
+STUCK_S = 0.1
+"""And if none of them took longer: a disk that hangs now and then is not to hold the loop up each time."""
 
 
 class _Load:
@@ -216,7 +218,7 @@ class _Writer:
 
     @property
     def quick(self) -> bool:
-        return min(self._took) <= QUICK_S
+        return min(self._took) <= QUICK_S and max(self._took) <= STUCK_S
 
     def run(self) -> None:
         owner = Ownership(self._path)
