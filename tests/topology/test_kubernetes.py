@@ -32,6 +32,8 @@ from coslice.orchestrator.config import OrchestratorConfig
 from coslice.testing.fake_kubernetes import ApiError
 from coslice.wire.upstream import timeslice_orchestrator_pb2 as up
 from coslice.wire.upstream.timeslice_orchestrator_pb2_grpc import TimeSliceOrchestratorServiceStub
+from coslice.wire.v1 import coslice_pb2 as pb
+from coslice.workload import channel as of_workloads
 
 
 class Freezer(Defaults):
@@ -429,6 +431,19 @@ async def test_while_no_label_was_read_nobody_new_is_taken_in_and_nobody_known_i
     cluster.api.fail = lambda method, path: None
     monkeypatch.setattr("coslice.agent.topology.placing.KNOWN_S", PATIENCE)
     await (await node.workload("b", size=8 * MIB)).until("admitted")
+
+
+async def test_who_comes_before_the_label_of_its_group_is_not_turned_away_for_good(
+    node: Node, cluster: Cluster
+) -> None:
+    """A node may get one while it serves others."""
+    cluster.node("node-0", "train")
+    await node.start(**following(cluster, backend="app_channel"))
+    await offered(node.orchestrator, "train")
+    early = await node.workload("a", group="sample", size=8 * MIB, wait=False)
+    refused = await early.until("refused")
+    assert pb.Code.Value(refused["code"]) not in of_workloads._HOPELESS, "it dials again"
+    assert "once its node has the group's label" in refused["message"]
 
 
 async def test_an_upstream_holder_whose_pod_is_deleted_frees_the_lock(cluster: Cluster) -> None:

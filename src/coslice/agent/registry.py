@@ -246,9 +246,10 @@ class Registry:
             raise RegistrationRefused(pb.INVALID, "sizes are bytes and cannot be negative")
         if message.group and GroupId(message.group) not in self._groups:
             known = ", ".join(sorted(self._groups)) or "none"
-            raise RegistrationRefused(
-                pb.UNKNOWN_GROUP, f"this agent serves no group {message.group!r}; it serves: {known}"
-            )
+            text = f"this agent serves no group {message.group!r}; it serves: {known}"
+            if self.labels is None:
+                raise RegistrationRefused(pb.UNKNOWN_GROUP, text)
+            raise RegistrationRefused(pb.FAILED, f"{text}. It does once its node has the group's label")
         self._check_device(message)
         if message.backend:
             try:
