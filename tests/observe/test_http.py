@@ -17,6 +17,7 @@ from coslice.cli.security import make_certs, make_token
 from coslice.errors import ConfigError
 from coslice.observe.board import Board
 from coslice.observe.http import HttpServer
+from coslice.observe.metric import Metric, Source
 from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import OrchestratorConfig
 from coslice.security import tokens
@@ -131,6 +132,25 @@ async def test_whoever_stands_by_says_so() -> None:
         assert b"coslice_leader 0.0" in await exposed(board)
     finally:
         await app.stop()
+
+
+async def test_for_a_client_that_went_away_no_more_metrics_are_written() -> None:
+    board, big = Board(), Metric("big", "gauge", "More than lies in a connection's buffers.", ("name",))
+    went_on = False
+
+    def rest() -> None:
+        nonlocal went_on
+        went_on = True
+
+    values = [(big, (f"{number}{'x' * 50_000}",), 1.0) for number in range(400)]
+    board.add(Source((big,), lambda: None, lambda _: values))
+    board.add(Source((), rest, lambda _: ()))
+    async with pages(board) as http:
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n")
+        await reader.readuntil(b"xxx")
+        writer.transport.abort()
+    assert not went_on
 
 
 async def test_the_leader_tells_how_many_stand_by(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ An app adds what it has when it is made; one board may carry several apps (``cos
 
 import asyncio
 import importlib.metadata
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from itertools import chain
 
 import prometheus_client
@@ -45,7 +45,7 @@ class Board:
         """Values that are read when somebody asks."""
         self._readings.sources.append(source)
 
-    async def exposition(self) -> AsyncIterator[bytes]:
+    async def exposition(self) -> AsyncGenerator[bytes, None]:
         """All metrics in Prometheus' text format, as the states are now, in blocks. In the loop's own thread,
         a piece between any two turns of the loop: one of its own would take the interpreter from each of
         them."""

@@ -12,7 +12,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
@@ -136,21 +136,34 @@ def make_app(board: Board, served: Served) -> Starlette:
 
 
 class _Blocks(Response):
-    """The metrics, each block sent once it is written. (Starlette's own way imports a library of tasks at the
-    first scrape, for 25 ms.)"""
+    """The metrics, each block sent once it is written, while somebody reads. (Starlette's own way imports a
+    library of tasks at the first scrape, for 25 ms.)"""
 
     media_type = TEXT
 
-    def __init__(self, blocks: AsyncIterator[bytes]) -> None:
+    def __init__(self, blocks: AsyncGenerator[bytes, None]) -> None:
         super().__init__()
         del self.headers["content-length"]
         self._blocks = blocks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for block in self._blocks:
-            await send({"type": "http.response.body", "body": block, "more_body": True})
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            async with contextlib.aclosing(self._blocks):
+                async for block in self._blocks:
+                    if gone.done():  # it may ask again: what nobody reads would only make that slower
+                        return
+                    await send({"type": "http.response.body", "body": block, "more_body": True})
+        finally:
+            gone.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns once the client is."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class _Guard:
