@@ -13,7 +13,9 @@ from agent.conftest import GROUP, MIB, PATIENCE, Node, Process, contexts
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coslice.agent.client import AsyncAgentClient
+from coslice.agent.upstream import UpstreamService
 from coslice.agent.upstream_ledger import Entry, Place, judged
+from coslice.agent.upstream_operations import Operation, Operations, Order
 from coslice.wire.upstream import snapshot_agent_pb2 as up
 from coslice.wire.upstream.snapshot_agent_pb2_grpc import SnapshotAgentServiceStub
 
@@ -209,6 +211,39 @@ async def test_a_broken_stream_fails_the_operation_and_what_had_left_goes_back(n
     async with asyncio.timeout(PATIENCE):
         while await caller.states() != {"job-a": "RUNNING"}:  # noqa: ASYNC110
             await asyncio.sleep(0.05)  # upstream tells nobody of a state
+
+
+async def test_an_operation_whose_caller_went_away_as_it_began_is_carried_out(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was saved and not begun: the next agent would have moved the job, long after."""
+    made: list[UpstreamService] = []
+    begun, go_on, save = asyncio.Event(), asyncio.Event(), Operations.save
+
+    class Kept(UpstreamService):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    async def slow(operations: Operations, operation: Operation) -> None:
+        begun.set()
+        await go_on.wait()
+        await save(operations, operation)
+
+    monkeypatch.setattr("coslice.agent.app.UpstreamService", Kept)
+    monkeypatch.setattr(Operations, "save", slow)
+    await node.start(orchestrator=None)
+    await workload(node, "job-a")
+    (service,) = made
+    call = asyncio.create_task(service._start(Order(kind="snapshot", job="job-a"), fault=""))
+    await begun.wait()
+    call.cancel()
+    await asyncio.wait((call,))
+    go_on.set()
+    caller = Caller(node)
+    async with asyncio.timeout(PATIENCE):
+        while await caller.states() != {"job-a": "SAVED"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # upstream tells nobody of a state
 
 
 async def test_a_stream_that_breaks_in_a_restore_is_settled_by_the_memory_of_its_process(node: Node) -> None:

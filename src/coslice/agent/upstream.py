@@ -261,23 +261,28 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
             await self._operations.fail(operation, fault)
             return operation
         self._moving[order.job] = operation
+        # Its caller may go away meanwhile: what is saved is also begun, or the next agent would do it.
+        await asyncio.shield(self._spawn(self._saved(operation, again=bool(absent)), f"save {operation.id}"))
+        return operation
+
+    async def _saved(self, operation: Operation, *, again: bool) -> None:
         try:
             await self._operations.save(operation)
         except BaseException:
-            del self._moving[order.job]
+            del self._moving[operation.order.job]
             raise
-        self._begin(operation, again=bool(absent))
-        return operation
+        self._begin(operation, again=again)
 
     def _begin(self, operation: Operation, *, again: bool) -> None:
         """``again``: of a job whose processes were the last agent's, and have to come back first."""
         self._moving[operation.order.job] = operation
         self._spawn(self._carry_out(operation, again=again), f"{operation.order.kind} {operation.id}")
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=f"upstream: {name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _carry_out(self, operation: Operation, *, again: bool) -> None:
         job = operation.order.job
