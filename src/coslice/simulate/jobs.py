@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from coslice.core import events as ev
 from coslice.core.ids import Epoch, Incarnation, JobId, RequestId, SessionId
-from coslice.simulate.solo import Solo, alone, seconds
-from coslice.simulate.spec import UNCHANGED, Job, Pass, Scale, groups_of
+from coslice.simulate.solo import Solo, alone
+from coslice.simulate.spec import UNCHANGED, Job, Pass, Scale, groups_of, seconds
 
 if TYPE_CHECKING:
     from coslice.simulate.engine import Engine

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 from coslice.profile.cycle import Batches
-from coslice.simulate.spec import UNCHANGED, Job, Pass, Scale
+from coslice.simulate.spec import UNCHANGED, Job, Pass, Scale, seconds
 
 
 class Solo(Struct, frozen=True):
@@ -57,10 +57,3 @@ def _lengths(loop: tuple[Pass, ...], scales: Sequence[Scale]) -> Iterator[Length
 
 def _length(one: Pass, scale: Scale) -> Length:
     return seconds(one, scale), [(part.group, part.seconds * scale[0]) for part in one if part.group]
-
-
-def seconds(one: Pass, scale: Scale = UNCHANGED) -> float:
-    if scale is UNCHANGED:
-        return sum([part.seconds for part in one])
-    on, off = scale
-    return sum([part.seconds * (on if part.group else off) for part in one])

@@ -178,8 +178,8 @@ def _check_job(job: Job, pools: set[str]) -> None:
         raise ConfigError(f"{job.name} needs no group, or has an empty step: there is nothing to share")
     if unknown := [group for group in groups if group not in pools]:
         raise ConfigError(f"{job.name} needs group {unknown[0]!r}; there are: {', '.join(sorted(pools))}")
-    seconds = [part.seconds for one in (*job.produce, *job.loop) for part in one]
-    if not (min(seconds) >= 0 and sum(seconds) < math.inf):
+    each = [part.seconds for one in (*job.produce, *job.loop) for part in one]
+    if not (min(each) >= 0 and sum(each) < math.inf):
         raise ConfigError(f"{job.name}: durations must be 0 or more seconds, and finite")
     if _shortest(job) < SHORTEST_S:
         raise ConfigError(
@@ -212,6 +212,14 @@ def _check_length(scenario: Scenario) -> None:
     )
 
 
+def seconds(one: Pass, scale: Scale = UNCHANGED) -> float:
+    """Of a pass, without waits."""
+    if scale is UNCHANGED:
+        return sum([part.seconds for part in one])
+    on, off = scale
+    return sum([part.seconds * (on if part.group else off) for part in one])
+
+
 def _shortest(job: Job) -> float:
     """Seconds of its shortest step; with batches of the mean one, for some find theirs ready."""
     return _mean(job) if job.produce else min(_lengths(job.loop))
@@ -229,4 +237,4 @@ def _most_steps(job: Job, until: float) -> float:
 
 
 def _lengths(passes: tuple[Pass, ...]) -> list[float]:
-    return [sum([part.seconds for part in one]) for one in passes]
+    return [seconds(one) for one in passes]
