@@ -1,5 +1,6 @@
 """Frozen weights in one copy on the device: who may be in it, and what stays as it was in whoever is."""
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -8,9 +9,10 @@ import torch
 from torch import nn
 from workload.nets import digests
 
-from coslice.errors import StateOffloaded
+from coslice.errors import ConfigError, StateOffloaded
 from coslice.workload.adapters import torch_common
 from coslice.workload.adapters.torch import TorchAdapter, make_roots
+from coslice.workload.adapters.torch_find import in_common
 from coslice.workload.buffers import LocalBuffers
 from coslice.workload.mover import Mover
 from coslice.workload.registry import GroupState, Registration
@@ -185,6 +187,24 @@ def test_who_registers_it_twice_or_takes_it_back_uses_the_same_tensors(device: D
     assert not device.users
     assert digests(job.model) == before
     assert all(p.untyped_storage().resizable() for p in job.model.parameters())
+
+
+def test_a_storage_with_the_number_of_one_that_is_gone_is_not_taken_for_it(device: Device) -> None:
+    """torch names a storage by its address, and malloc hands the same addresses out again."""
+    job = Job(device, Lora())
+    job.state.join_if_idle()
+    numbers = {p.untyped_storage()._cdata for p in job.model.base.parameters()}
+    assert len(numbers) == 3
+    assert numbers <= set(in_common)
+    del job
+    gc.collect()
+    assert not numbers & set(in_common)
+    raw = bytearray(64)
+    foreign = [torch.frombuffer(raw, dtype=torch.uint8) for _ in range(1000)]
+    same = [tensor for tensor in foreign if tensor.untyped_storage()._cdata in numbers]
+    for tensor in same or foreign:
+        with pytest.raises(ConfigError, match="also used by numpy"):
+            TorchAdapter(make_roots(None, None, tensor, None), device="host").check()
 
 
 def test_what_is_not_what_its_digest_says_is_not_used(device: Device) -> None:

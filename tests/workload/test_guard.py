@@ -12,6 +12,7 @@ from workload.nets import Training
 
 from coslice.errors import StateOffloaded
 from coslice.gate import GATE
+from coslice.workload.adapters.torch_guard import Guard
 
 
 @pytest.fixture
@@ -130,3 +131,24 @@ def test_afterwards_every_class_is_what_it_was(registered: Any) -> None:
     handle.restore()
     assert [type(tensor) for tensor in tensors] == before
     assert not run.net._forward_pre_hooks
+
+
+def test_a_tensor_with_the_id_of_one_that_is_gone_is_guarded() -> None:
+    """A guard that was never lifted went with its tensors (a forked child drops its parent's)."""
+    gone = [torch.ones(2) for _ in range(100)]
+    ids = set(map(id, gone))
+    guard = Guard()
+    while gone:
+        guard.tensor(gone.pop(), "gone")
+    del guard
+    fresh = [torch.ones(2) for _ in range(1000)]
+    again = [tensor for tensor in fresh if id(tensor) in ids]
+    assert again
+    guard = Guard()
+    for tensor in again:
+        guard.tensor(tensor, "fresh")
+    for tensor in again:
+        with pytest.raises(StateOffloaded, match="fresh is in host memory"):
+            tensor.sum()
+    guard.lift()
+    assert all(type(tensor) is torch.Tensor for tensor in again)

@@ -146,7 +146,7 @@ class Common:
                 raw = (ctypes.c_char * block.nbytes).from_address(address)
                 storage = torch().frombuffer(raw, dtype=torch().uint8).untyped_storage()
                 self._pieces[storage._cdata] = storage
-                in_common.add(storage._cdata)
+                in_common[storage._cdata] = self
                 _point(block, storage)
 
     def own(self, block: Block, source: int) -> None:
@@ -156,7 +156,7 @@ class Common:
         ctypes.memmove(content.data_ptr(), source, block.nbytes)
         _point(block, content.untyped_storage())
         self._pieces.pop(before, None)
-        in_common.discard(before)
+        in_common.pop(before, None)
 
     def _own_all(self, blocks: Iterable[Block]) -> None:
         for block in blocks:

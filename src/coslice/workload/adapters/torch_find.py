@@ -9,7 +9,8 @@ Not found: tensors that hang as plain attributes on a module (register them as b
 
 import fnmatch
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,9 @@ LORA = "lora_"
 """Parameters with this in their name are the small trained part of a frozen model (peft's naming)."""
 
 
-in_common: set[int] = set()
-"""Storages (by ``_cdata``) in a copy that several processes use (``torch_common``): not torch's to resize."""
+in_common: MutableMapping[int, Any] = weakref.WeakValueDictionary()
+"""Storages (by ``_cdata``) in a copy that several processes use (``torch_common``): not torch's to resize.
+Each with who keeps it: when he is gone, another storage may have the number."""
 
 
 def torch() -> Any:

@@ -34,7 +34,9 @@ _FUNCTIONS = (
 )
 # fmt: on
 _names: dict[int, str] = {}
-"""id of a parked tensor → its name, for the message."""
+"""id of a parked tensor → its name, for the message: of one that is gone it may be another tensor's id."""
+_kinds: set[type] = set()
+"""The classes of tensors that are guarded."""
 
 
 @cache
@@ -83,7 +85,9 @@ def _guarded(kind: type) -> type:
         "__torch_function__": classmethod(_torch_function),
         "__module__": kind.__module__,
     }
-    return type(f"Offloaded{kind.__name__}", (kind,), body)
+    guarded = type(f"Offloaded{kind.__name__}", (kind,), body)
+    _kinds.add(guarded)
+    return guarded
 
 
 class Guard:
@@ -96,7 +100,7 @@ class Guard:
     def tensor(self, tensor: Any, name: str) -> None:
         """Guard one tensor; once is enough. Kinds whose class cannot be exchanged stay as they are."""
         kind = type(tensor)
-        if id(tensor) in _names:
+        if kind in _kinds:
             return
         try:
             tensor.__class__ = _guarded(kind)  # type: ignore[arg-type]  # classes are hashable
