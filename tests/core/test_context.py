@@ -195,6 +195,21 @@ def test_a_job_that_comes_back_beside_another_moves_only_itself() -> None:
     assert "both fit" in report.reason
 
 
+def test_who_is_crowded_is_told_from_who_leaves() -> None:
+    node = Node()
+    node.register(A, 60, need=60)
+    node.register(B, 60, need=60)
+
+    def said() -> list[tuple[ContextState, bool]]:
+        return [(c.state, c.crowded) for c in facts(node.holdings).contexts]
+
+    assert said() == [(ContextState.LEAVING, True), (ContextState.LEAVING, True)]
+    assert node.command(A) == [snapshot(node, B)]
+    assert said() == [(ContextState.LEAVING, True), (ContextState.LEAVING, False)]
+    node.snapshot_done(B, 60)
+    assert said() == [(ContextState.LIVE, False), (ContextState.SAVED, False)]
+
+
 def test_the_least_recently_used_leaves_first_and_only_as_many_as_needed() -> None:
     node = Node()
     node.register(C, 50, parked=True, need=50)

@@ -25,6 +25,7 @@ def context_to_pb(fact: ev.ContextFact) -> pb.Context:
         reason=fact.reason,
         incarnation=fact.incarnation,
         whole=fact.whole,
+        crowded=fact.crowded,
     )
 
 

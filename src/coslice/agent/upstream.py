@@ -34,7 +34,6 @@ from coslice.agent.upstream_ledger import NOTABLE, Entry, Ledger, Place
 from coslice.agent.upstream_operations import Operation, Operations, Order
 from coslice.core.events import ContextState
 from coslice.core.ids import GroupId, JobId
-from coslice.core.node_facts import crowded
 from coslice.errors import ConfigError
 from coslice.security import access
 from coslice.wire.status import grpc_status
@@ -180,7 +179,7 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
         for group in self._groups.values():
             for fact in group.facts().contexts:
                 so_far = states.get(fact.job, up.JOB_STATE_IDLE)
-                state = up.JOB_STATE_RUNNING if crowded(fact) else _GROUP_STATES[fact.state]
+                state = up.JOB_STATE_RUNNING if fact.crowded else _GROUP_STATES[fact.state]
                 states[fact.job] = max(so_far, state, key=_NOTABLE.index)
         return up.StatusResponse(
             job_statuses=[up.JobStatus(job_id=job, state=states[job]) for job in sorted(states)],

@@ -33,6 +33,8 @@ class ContextFact(Struct, frozen=True, gc=False, kw_only=True):
     reason: str = ""
     whole: bool = False
     """Its processes can be frozen as they are, also in the middle of a phase."""
+    crowded: bool = False
+    """``LEAVING``, yet whole on the device and not moved: others are there too, without room for all."""
 
 
 class EndedProcess(Struct, frozen=True, gc=False, kw_only=True):

@@ -166,8 +166,10 @@ def heard(turn: Turn, event: ev.OpSucceeded | ev.OpFailed) -> None:
 
 def _assumed(context: ContextFact, loaded: JobId) -> ContextFact:
     if context.job == loaded:
-        return replace(context, state=LIVE)
-    return replace(context, state=ContextState.SAVED) if context.state in ON_DEVICE else context
+        return replace(context, state=LIVE, crowded=False)
+    if context.state in ON_DEVICE:
+        return replace(context, state=ContextState.SAVED, crowded=False)
+    return context
 
 
 def changed(turn: Turn, nodes: tuple[NodeId, ...]) -> None:

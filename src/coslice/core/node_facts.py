@@ -23,8 +23,9 @@ from coslice.core.holdings import (
     saved_bytes,
 )
 
-_BESIDE = "on the device beside "
-_SAVED, _LIVE = (ContextState.SAVED, ""), (ContextState.LIVE, "")
+_SAVED, _LIVE = (ContextState.SAVED, "", False), (ContextState.LIVE, "", False)
+_Word = tuple[ContextState, str, bool]
+"""State, reason, crowded."""
 _PLAIN = (Saved, Returning, Lost)
 """Places with a state of their own, whatever else there is."""
 
@@ -80,11 +81,6 @@ def facts(holdings: Holdings) -> NodeFacts:
     )
 
 
-def crowded(fact: ContextFact) -> bool:
-    """On the device, whole, and nothing moves it; but others are there as well, without room for all."""
-    return fact.state is ContextState.LEAVING and fact.reason.startswith(_BESIDE)
-
-
 def _used(holdings: Holdings) -> int:
     total = 0
     for context in holdings.contexts:
@@ -93,7 +89,7 @@ def _used(holdings: Holdings) -> int:
 
 
 def _fact(holdings: Holdings, context: Context) -> ContextFact:
-    state, reason = _SAVED if type(context.place) is Saved else _said(holdings, context)
+    state, reason, crowded = _SAVED if type(context.place) is Saved else _said(holdings, context)
     members = context.members
     if len(members) == 1:  # most often
         one = members[0]
@@ -110,10 +106,11 @@ def _fact(holdings: Holdings, context: Context) -> ContextFact:
         incarnation=context.incarnation,
         reason=reason,
         whole=whole,
+        crowded=crowded,
     )
 
 
-def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
+def _said(holdings: Holdings, context: Context) -> _Word:
     place = context.place
     if type(place) is Saved:  # most of them
         return _SAVED
@@ -121,31 +118,29 @@ def _said(holdings: Holdings, context: Context) -> tuple[ContextState, str]:
         return _said_live(holdings, context, place)
     if type(place) is Leaving:
         if place.stuck_since is None:
-            return ContextState.LEAVING, place.reason
+            return ContextState.LEAVING, place.reason, False
         grace = holdings.rules.stuck_grace
         text = f"stuck: {place.reason}; unless it leaves within {grace:g} s it is killed"
-        return ContextState.LEAVING, text
+        return ContextState.LEAVING, text, False
     if type(place) is Partly:
         text = f"{mib(place.saved)} are in host memory, {mib(place.left)} wait on the device"
-        return ContextState.LEAVING, text
+        return ContextState.LEAVING, text, False
     if type(place) is Returning:
-        return ContextState.RETURNING, place.reason
+        return ContextState.RETURNING, place.reason, False
     if type(place) is Lost:
-        return ContextState.LOST, place.reason
+        return ContextState.LOST, place.reason, False
     assert_never(place)
 
 
-def _said_live(holdings: Holdings, context: Context, place: Live) -> tuple[ContextState, str]:
+def _said_live(holdings: Holdings, context: Context, place: Live) -> _Word:
     if not place.whole:
-        return ContextState.LEAVING, place.reason
+        return ContextState.LEAVING, place.reason, False
     beside = others(holdings, context.job)
     if not beside:
         return _LIVE
     need = reserve(holdings, context)
     if fits_beside(holdings, context.job, need, beside):
-        return ContextState.LIVE, fit_text(holdings, context.job, need, beside)
+        return ContextState.LIVE, fit_text(holdings, context.job, need, beside), False
     names = ", ".join(c.job for c in beside)
-    return (
-        ContextState.LEAVING,
-        f"{_BESIDE}{names}, without room for all: the next grant makes it",
-    )
+    text = f"on the device beside {names}, without room for all: the next grant makes it"
+    return ContextState.LEAVING, text, True

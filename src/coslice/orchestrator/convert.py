@@ -4,6 +4,7 @@ Whatever arrives is checked here, so behind this module every name is well-forme
 """
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
@@ -173,6 +174,7 @@ def facts(residency: pb.Residency, accelerator: str) -> ev.NodeFacts:
             incarnation=Incarnation(context.incarnation),
             reason=context.reason,
             whole=context.whole,
+            crowded=context.state == pb.LEAVING and (context.crowded or _crowded_in_prose(context.reason)),
         )
         for context in residency.contexts
         if context.state in _STATE_OF
@@ -195,6 +197,20 @@ def facts(residency: pb.Residency, accelerator: str) -> ev.NodeFacts:
         disk_used=residency.disk_used_bytes,
         accelerator=accelerator,
     )
+
+
+def recalled(known: ev.NodeFacts) -> ev.NodeFacts:
+    """Facts out of a store, as an agent of today says them."""
+    contexts = tuple(
+        replace(c, crowded=True) if c.state is ev.ContextState.LEAVING and _crowded_in_prose(c.reason) else c
+        for c in known.contexts
+    )
+    return replace(known, contexts=contexts)
+
+
+def _crowded_in_prose(reason: str) -> bool:
+    """Coslice of before ``crowded`` says it here only."""
+    return reason.startswith("on the device beside ")
 
 
 def op_succeeded(message: pb.OpDone, node: NodeId, accelerator: str, *, at: float) -> ev.OpSucceeded:
@@ -248,6 +264,7 @@ def node_status(node: NodeId, attached: bool, known: ev.NodeFacts) -> pb.NodeSta
             reason=context.reason,
             incarnation=context.incarnation,
             whole=context.whole,
+            crowded=context.crowded,
         )
         for context in known.contexts
     ]

@@ -75,7 +75,8 @@ def taken_up(saved: Group, now: float, config: OrchestratorConfig) -> Group:
     is cut off breaks late, and whose stream broke has to find us. How long that takes on a busy machine
     nobody knows, so nobody is passed over before it is given up.
     """
-    state = core.restarted(replace(saved, rules=rules(config)), now)
+    views = tuple(replace(view, facts=convert.recalled(view.facts)) for view in saved.views)
+    state = core.restarted(replace(saved, rules=rules(config), views=views), now)
     if not shared(config.store):
         return state
     grace = now + config.takeover_grace

@@ -27,7 +27,6 @@ from coslice.core import events as ev
 from coslice.core.events import ContextState
 from coslice.core.group_state import Empty, Group, Held, Resident, Swapping, open_asks
 from coslice.core.ids import GroupId, Incarnation, JobId, RequestId, SessionId, check_name
-from coslice.core.node_facts import crowded
 from coslice.core.outcome import Rejected
 from coslice.errors import CosliceError
 from coslice.orchestrator import convert, views
@@ -412,7 +411,7 @@ def _status(group: Group, *, since: float) -> up.GetGroupStatusResponse:
         agent_job_states=[
             up.SnapshotAgentJobState(
                 agent=view.node,
-                job_state=RUNNING if crowded(context) else _CONTEXT[context.state],
+                job_state=RUNNING if context.crowded else _CONTEXT[context.state],
                 job_id=context.job,
             )
             for view in group.views

@@ -1473,6 +1473,7 @@ class Context(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     WHOLE_FIELD_NUMBER: builtins.int
+    CROWDED_FIELD_NUMBER: builtins.int
     job: builtins.str
     state: Global___ContextState.ValueType
     bytes: builtins.int
@@ -1481,6 +1482,8 @@ class Context(google.protobuf.message.Message):
     incarnation: builtins.str
     whole: builtins.bool
     """its processes can be frozen as they are, in the middle of a phase"""
+    crowded: builtins.bool
+    """leaving, but whole and not moved: others are there too, without room for all"""
     @property
     def pids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -1493,8 +1496,9 @@ class Context(google.protobuf.message.Message):
         reason: builtins.str = ...,
         incarnation: builtins.str = ...,
         whole: builtins.bool = ...,
+        crowded: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "incarnation", b"incarnation", "job", b"job", "pids", b"pids", "reason", b"reason", "state", b"state", "whole", b"whole"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "crowded", b"crowded", "incarnation", b"incarnation", "job", b"job", "pids", b"pids", "reason", b"reason", "state", b"state", "whole", b"whole"]) -> None: ...
 
 Global___Context: typing_extensions.TypeAlias = Context
 
