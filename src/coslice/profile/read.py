@@ -11,9 +11,10 @@ from coslice.errors import ConfigError
 from coslice.profile.journal import looks_like_journal, read_journal_profiles
 from coslice.profile.model import Profile, decode_profile
 from coslice.profile.options import ReadOptions
+from coslice.profile.samples import looks_like_utilization
 from coslice.profile.traces import looks_like_steps, read_steps
 from coslice.profile.trl import looks_like_trl, read_trl
-from coslice.profile.utilization import looks_like_utilization, read_utilization
+from coslice.profile.utilization import read_utilization
 from coslice.profile.verl import looks_like_verl, read_verl
 
 _PROFILE, _HEAD = '"coslice_profile"', 200
@@ -26,6 +27,7 @@ KNOWN = (
 )
 
 
+_WITHOUT_HEADER = re.compile(r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{3}, ")
 _IN_FOLDERS = (".csv", ".json", ".jsonl", ".log", ".txt")
 """Endings of files that are looked into there: beside them lie checkpoints."""
 
@@ -68,6 +70,11 @@ def _read(data: bytes, path: Path, name: str, options: ReadOptions) -> list[Prof
         return [read_trl(text, name, file, options)]
     if looks_like_utilization(text):
         return [read_utilization(text, name, file, options)]
+    if _WITHOUT_HEADER.match(text):
+        raise Foreign(
+            f"{path} looks like nvidia-smi's CSV without its header: put the names of its columns "
+            "above it, as in: timestamp, index, utilization.gpu [%], memory.used [MiB]"
+        )
     raise Foreign(f"{path}: not a file that says how a job uses accelerators. Known are: {KNOWN}")
 
 
