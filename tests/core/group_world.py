@@ -76,6 +76,9 @@ class Node:
         elif command.epoch > self.epoch:
             self.epoch = command.epoch
             self.ops.append(command)
+        else:
+            late = ev.OpFailed(at=0.0, op=command.op, node=self.name, culprit=command.job, reason="too old")
+            self.say(late)
 
     def work(self, fault: str) -> None:
         """Finish the first operation; ``fault``: none, incoming, evictee or stuck."""

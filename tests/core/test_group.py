@@ -837,6 +837,58 @@ def test_a_swap_begins_again_above_the_epoch_of_an_agent_that_knows_better() -> 
     assert b.holding[1] == 42
 
 
+def test_a_backup_of_the_middle_of_a_lease_faults_nobody() -> None:
+    """What it says is held was over long ago: the agent has seen later leases."""
+    w = world()
+    a, b = hold(w, "a1", "a"), wait_behind(w, "b1", "b")
+    backup = w.group
+    w.yield_(a)
+    w.settle()
+    assert b.holding
+    w.confirm(b)
+    w.use_device(b)
+    w.settle()
+    w.yield_(b)
+    w.group = backup
+    w.restart()
+    w.attach("n0")
+    w.settle()
+    for client in (a, b):
+        w.reconnect(client)
+    w.settle()
+    w.apply(ev.AcquireAbandoned(at=w.now, request=RequestId("b1/1")))  # what the backup has of it is over
+    w.ask(a)
+    w.settle()
+    assert a.holding
+    assert a.holding[1] > 2
+    w.confirm(a)
+    w.yield_(a)
+    w.ask(b)
+    w.settle()
+    assert b.holding
+    assert (a.refused, b.refused) == ([], [])
+
+
+def test_a_node_that_served_others_joins_in_the_middle_of_a_lease() -> None:
+    w = World("n0", "n1")
+    w.nodes["n1"].epoch = 41
+    w.group = replace(w.group, views=tuple(v for v in w.group.views if v.node == "n0"))
+    w.attach("n0")
+    a = hold(w, "a1", "a")
+    for _ in range(2):
+        w.attach("n1")
+        w.settle()
+        assert a.holding
+        assert a.refused == []
+        w.detach("n1")
+    w.attach("n1")
+    w.yield_(a)
+    b = wait_behind(w, "b1", "b")
+    w.settle()
+    assert b.holding
+    assert b.holding[1] == 42
+
+
 def test_a_node_whose_word_is_older_changes_nothing() -> None:
     w = world()
     hold(w, "a1", "a")

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from coslice.runtime.supervisor import Crashed, Supervisor
+from coslice.store.election import Deposed
 from coslice.testing.virtual_time import run_virtual
 
 
@@ -27,6 +28,27 @@ def test_a_crash_is_logged_by_name_and_ends_wait(caplog: pytest.LogCaptureFixtur
 
     run_virtual(main())
     assert "orchestrator/group pool broke" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "traced"),
+    [(Deposed, "INFO", False), (Deposed, "DEBUG", True), (KeyError, "INFO", True)],
+)
+def test_an_error_that_says_what_is_wrong_comes_without_the_way_to_it(
+    error: type[Exception], level: str, traced: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken() -> None:
+        raise error("another orchestrator was elected")
+
+    async def main() -> None:
+        supervisor = Supervisor("orchestrator")
+        supervisor.start("group pool", broken())
+        with pytest.raises(Crashed):
+            await supervisor.wait()
+
+    caplog.set_level(level, logger="coslice.runtime.supervisor")
+    run_virtual(main())
+    assert ("Traceback" in caplog.text) is traced
 
 
 def test_a_crash_before_anybody_waits_is_still_told() -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core import sessions, swap
+from coslice.core import lease, sessions, swap
 from coslice.core.effects import ReasonCode, RefuseCode
 from coslice.core.events import ContextFact, ContextState, NodeFacts
 from coslice.core.group_state import (
@@ -52,24 +52,29 @@ def attached(turn: Turn, event: ev.NodeAttached) -> None:
             )
         )
         return
-    old = view_of(turn.group, event.node)
+    old, newest = view_of(turn.group, event.node), turn.group.epoch
     view = old or NodeView(node=event.node)
     view = replace(view, facts=event.facts, attached=True)
     new = old is None
-    if event.epoch > (turn.group.epoch if old is not None else 0):
+    if event.epoch > (newest if old is not None else 0):
         view = replace(
             view, outstanding=event.epoch
         )  # it may still be at work for somebody we do not remember
     turn.say(
         ReasonCode.NODE_ATTACHED, f"{event.node} {'joins' if new else 'is back'} with epoch {event.epoch}"
     )
-    if event.epoch > turn.group.epoch:
+    if event.epoch > newest:
         turn.set(epoch=event.epoch)
     _put(turn, view)
     _in_reach(turn, event.node)
     on = turn.group.occupancy
     if type(on) is Swapping and event.epoch > on.epoch:
         swap.rebegin(turn, on, f"{event.node} has seen epoch {event.epoch} already")
+    elif type(on) is Held and event.epoch > on.epoch:
+        # It would refuse a command of this lease. One that was of the group, and saw a later lease than the
+        # group ever had, knows that this one ended: the store is from before (a backup).
+        if not new and event.epoch > newest:
+            lease.revoke(turn, on, f"{event.node} has seen epoch {event.epoch}: the store is older than that")
     else:
         swap.follow(turn, view, attached=True)
 

@@ -205,8 +205,8 @@ def finish_if_done(turn: Turn) -> None:
         return
     if group.drained and (drained := held_up(group, swap.incoming)):
         requeue(turn, waiter)
-        nodes = names(d.node for d in drained)
-        turn.say(ReasonCode.DRAINED, f"{swap.incoming} keeps its place at the head: {nodes} is drained")
+        nodes = names(d.node for d in drained) + (" is" if len(drained) == 1 else " are")
+        turn.say(ReasonCode.DRAINED, f"{swap.incoming} keeps its place at the head: {nodes} drained")
         return
     if group.lost and not has_live_ask(group, waiter):
         requeue(turn, waiter)

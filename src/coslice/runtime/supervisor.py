@@ -10,7 +10,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from coslice.errors import ConfigError, CosliceError
+from coslice.errors import CosliceError
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class Supervisor:
         error = task.exception()
         if error is None:
             return
-        where = None if isinstance(error, ConfigError) else error  # nobody's bug
+        told = isinstance(error, CosliceError)  # a disk that is full, a leader that was deposed: nobody's bug
+        where = None if told and not log.isEnabledFor(logging.DEBUG) else error
         log.error("%s broke: %s", task.get_name(), error, exc_info=where)
         if self._crash is None and not self._stopping:
             self._crash = Crashed(f"{task.get_name()} broke: {error}", data={"task": task.get_name()})

@@ -114,9 +114,9 @@ async def put_back(store: Store, values: Mapping[str, bytes], *, force: bool) ->
     """
     there = await store.load()
     if there and not force:
+        some = ", ".join([*there][:3]) + (", …" if len(there) > 3 else "")
         raise ConfigError(
-            f"the store holds {len(there)} values already ({', '.join(list(there)[:3])} …): make a backup of "
-            "them first, then say --force to replace them"
+            f"the store is not empty ({some}): make a backup of it first, then say --force to replace it"
         )
     writes = [store.save(key, value, expect=there.get(key, (b"", 0))[1]) for key, value in values.items()]
     deletes = [store.delete(key, expect=there[key][1]) for key in there if key not in values]
