@@ -235,7 +235,7 @@ async def test_an_operation_whose_caller_went_away_as_it_began_is_carried_out(
     await node.start(orchestrator=None)
     await workload(node, "job-a")
     (service,) = made
-    call = asyncio.create_task(service._start(Order(kind="snapshot", job="job-a"), fault=""))
+    call = asyncio.create_task(service.moves.start(Order(kind="snapshot", job="job-a"), fault=""))
     await begun.wait()
     call.cancel()
     await asyncio.wait((call,))

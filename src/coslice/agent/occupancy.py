@@ -5,20 +5,25 @@ The backend ``cuda`` asks at a swap, the sampler about four times a second. A jo
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 
 from coslice.agent.discovery import cgroups, procfs
 from coslice.agent.discovery.survey import Survey
 from coslice.agent.discovery.surveyor import Surveyor
+from coslice.agent.host import AnonymousMemory, Gone
 from coslice.agent.members import Member, Members
 from coslice.agent.processes import start_time
 from coslice.core.ids import JobId
 from coslice.security import fingerprint
+from coslice.workload.listening import tree
 
 log = logging.getLogger(__name__)
 
 INTERVAL = 0.25
+NOTABLE = 32 << 20
+"""Bytes; less is what any process takes and gives back in passing."""
 
 
 def belongs(pid: int, members: "tuple[Member, ...] | list[Member]") -> Member | None:
@@ -89,6 +94,14 @@ class Occupancy:
         if not survey.error:
             self.assign(survey)
         return survey
+
+    async def measure(self, pid: int, device: str) -> int:
+        """Bytes of a process on its device, by the kernel or the driver; 0 once it has ended."""
+        if device == "cuda":
+            return (await self.refresh()).bytes_of(tree(pid))
+        with contextlib.suppress(Gone), contextlib.closing(AnonymousMemory(pid)) as memory:
+            return memory.measure(NOTABLE)
+        return 0
 
     async def run(self) -> None:
         while True:

@@ -14,7 +14,8 @@ import grpc
 from msgspec.structs import replace
 
 from coslice.agent.members import Member, OpenChannel
-from coslice.agent.upstream_ledger import NOTABLE, Entry, Ledger, Place, judged
+from coslice.agent.occupancy import NOTABLE
+from coslice.agent.upstream_ledger import Entry, Ledger, Place, judged
 from coslice.sizes import format_size
 from coslice.wire.upstream import snapshot_agent_pb2 as up
 from coslice.wire.v1 import coslice_pb2 as pb

@@ -13,14 +13,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from coslice.agent.members import Member
+from coslice.agent.occupancy import NOTABLE
 from coslice.agent.processes import alive
 from coslice.store import Store
 from coslice.store.codec import Codec
 from coslice.store.slot import Slot
 
 KEY = "upstream/channels"
-NOTABLE = 32 << 20
-"""Bytes; less is what any process takes and gives back in passing."""
 
 
 class Place(StrEnum):
