@@ -9,6 +9,7 @@ job's slowdown as a multiple of the fair one, max(1, Σ duty alone). Sets are to
 
 import argparse
 import itertools
+import os
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +24,7 @@ from coslice.simulate.report import Report, spread
 from coslice.simulate.run import simulate
 from coslice.simulate.solo import alone
 from coslice.simulate.spec import Job, Pool, Scenario, whole_swap
+from coslice.tied import tie
 
 FITS = 0.95
 
@@ -103,7 +105,7 @@ def main() -> None:
         if wanted and wanted < len(sets):
             sets = random.Random(options.seed).sample(sets, wanted)
         more = (options.swap_s, options.steps)
-        with ProcessPoolExecutor(options.processes) as pool:
+        with ProcessPoolExecutor(options.processes, initializer=tie, initargs=(os.getpid(),)) as pool:
             runs = [pool.submit(one, jobs, policy, *more) for jobs in sets for policy in policies]
             told = [run.result() for run in runs]
         for fits in (True, False):

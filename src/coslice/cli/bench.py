@@ -15,7 +15,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -33,6 +32,7 @@ from rich.table import Table
 from coslice.agent.processes import start_time
 from coslice.cli.bench_client import HOLD_S
 from coslice.cli.bench_order import order_of
+from coslice.cli.bench_processes import serve, start
 from coslice.cli.rpc import agent_status, group_status
 from coslice.errors import OperationFailed
 from coslice.runtime.journal import read_journals
@@ -89,18 +89,18 @@ def _measured(
         ]
         _await_nodes(address, nodes)
         echo = _echo(address, rounds)
-        solo = stack.enter_context(_client(address, SOLO, other, "uncontended", rounds))
-        acquire = solo.result()["acquire_ms"]
+        solo = _client(stack, address, SOLO, other, "uncontended", rounds)
+        acquire = _result(solo)["acquire_ms"]
         if other == "native":  # upstream's cannot declare a need, so nobody's state could stay beside theirs
             for agent in agents:
                 stack.enter_context(_anchor(agent))
             _await_contexts(address, nodes)
         pair = [
-            stack.enter_context(_client(address, name, protocol, "contend", rounds))
+            _client(stack, address, name, protocol, "contend", rounds)
             for name, protocol in (("a", "native"), ("b", other))
         ]
         turns = sorted(
-            (turn for client in pair for turn in client.result()["turns"]), key=lambda turn: turn["granted"]
+            (turn for client in pair for turn in _result(client)["turns"]), key=lambda turn: turn["granted"]
         )
         return echo + _echo(address, rounds), acquire, turns
 
@@ -151,27 +151,12 @@ def _handoffs(turns: list[dict[str, Any]]) -> list[float]:
 
 def _serve(stack: ExitStack, command: str, state: Path, *extra: str) -> str:
     """Start ``coslice orchestrator`` or ``coslice agent`` on a free port; returns its address."""
-    arguments = [sys.executable, "-m", "coslice.cli.main", command, "--listen", "127.0.0.1:0", "--json"]
+    arguments = ["--state", str(state), *extra]
     if command == "orchestrator":
         arguments += ["--policy", "fifo"]  # the order of grants is checked against it
     if command == "agent":
         arguments += ["--group", f"{GROUP}:memory=1GiB", "--device", "host"]
-    process = subprocess.Popen([*arguments, "--state", str(state), *extra], stdout=subprocess.PIPE, text=True)
-    stack.callback(_stop, process)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise OperationFailed(f"`coslice {command}` did not start; it ended with status {process.wait()}")
-    return str(json.loads(line)[command])
-
-
-def _stop(process: "subprocess.Popen[str]") -> None:
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    return str(serve(stack, command, *arguments)[1][command])
 
 
 def _await(what: str, ready: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -258,28 +243,15 @@ def _anchor(agent: str) -> Iterator[None]:
             stream.cancel()
 
 
-class _Client:
-    """One measuring process; ``result`` waits for its figures."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self.process = process
-
-    def result(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        text = self.process.stdout.read()
-        if self.process.wait() != 0:
-            raise OperationFailed("a client of the benchmark failed; its error is above")
-        return dict(json.loads(text))
+def _client(
+    stack: ExitStack, address: str, job: str, protocol: str, mode: str, rounds: int
+) -> "subprocess.Popen[str]":
+    return start(stack, "coslice.cli.bench_client", address, job, protocol, mode, str(rounds))
 
 
-@contextmanager
-def _client(address: str, job: str, protocol: str, mode: str, rounds: int) -> Iterator[_Client]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "coslice.cli.bench_client", address, job, protocol, mode, str(rounds)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield _Client(process)
-    finally:
-        _stop(process)
+def _result(client: "subprocess.Popen[str]") -> dict[str, Any]:
+    """Its figures, once it has ended."""
+    text, _ = client.communicate()
+    if client.returncode != 0:
+        raise OperationFailed("a client of the benchmark failed; its error is above")
+    return dict(json.loads(text))

@@ -14,8 +14,6 @@ been passed on once.
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,7 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from coslice.cli.bench import _stop, _summary
+from coslice.cli.bench import _summary
+from coslice.cli.bench_processes import serve, start
 from coslice.cli.bench_scale_load import KEEPALIVE_S
 from coslice.cli.bench_scale_server import Scraper
 from coslice.cli.rpc import orchestrator
@@ -47,16 +46,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class Loader:
     """A process of the load."""
 
-    def __init__(self, address: str, first: int, groups: int, jobs: int) -> None:
+    def __init__(self, stack: ExitStack, address: str, first: int, groups: int, jobs: int) -> None:
         self.group = f"g{first}"
         nodes = max(1, groups // PER_NODE)
         words = [address, *(str(n) for n in (first, groups, jobs, nodes))]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "coslice.cli.bench_scale_load", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process = start(stack, "coslice.cli.bench_scale_load", *words)
+        stack.callback(self.kill)
 
     def tell(self, do: str, **more: float) -> None:
         assert self._process.stdin is not None
@@ -90,8 +85,7 @@ def bench_scale(*, groups: int, jobs: int, rate: float, seconds: float, out: Pat
         server, address, http = _serve(stack, Path(folder), groups, jobs)
         loaders = []
         for first in range(0, groups, per_load):
-            loaders.append(Loader(address, first, min(per_load, groups - first), each))
-            stack.callback(loaders[-1].kill)
+            loaders.append(Loader(stack, address, first, min(per_load, groups - first), each))
         began = time.monotonic()
         connected = sum(a["jobs"] for a in _all(loaders, "connect"))
         console.print(f"{connected:,} jobs are connected after {time.monotonic() - began:.0f} s")
@@ -169,22 +163,12 @@ def _serve(stack: ExitStack, state: Path, groups: int, jobs: int) -> tuple[int, 
         "session_grace": GRACE_S,
     }
     words = [word for name, value in limits.items() for word in ("--set", f"{name}={value}")]
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "coslice.cli.main", "orchestrator", "--listen", "127.0.0.1:0", "--json"),
-            *("--http", "127.0.0.1:0", "--policy", "fifo", "--state", str(state)),
-            *("--log-level", "error", *words),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
+    pid, said = serve(
+        stack,
+        "orchestrator",
+        *("--http", "127.0.0.1:0", "--policy", "fifo", "--state", str(state), "--log-level", "error", *words),
     )
-    stack.callback(_stop, process)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise OperationFailed(f"the orchestrator did not start; it ended with status {process.wait()}")
-    said = json.loads(line)
-    return process.pid, str(said["orchestrator"]), str(said["http"])
+    return pid, str(said["orchestrator"]), str(said["http"])
 
 
 def _cpu(pid: int) -> float:

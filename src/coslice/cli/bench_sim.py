@@ -11,6 +11,7 @@ from rich.console import Console
 
 from coslice.errors import ConfigError
 from coslice.simulate.day import Part, Told, run_quietly
+from coslice.tied import tie
 
 console = Console(highlight=False, emoji=False)
 progress = Console(stderr=True, highlight=False, emoji=False)
@@ -84,7 +85,8 @@ def _run(parts: list[Part], processes: int) -> list[Told]:
             _say(number, len(parts))
         return told
     # Not forked: whoever calls this may have threads, gRPC's for one, that a fork would leave locked.
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, initializer=tie, initargs=(os.getpid(),)) as pool:
         tasks = [pool.submit(run_quietly, part) for part in parts]
         try:
             for number, task in enumerate(as_completed(tasks), 1):

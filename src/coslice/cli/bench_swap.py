@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from coslice.cli.bench import _stop
+from coslice.cli.bench_processes import serve, start
 from coslice.errors import OperationFailed
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
@@ -302,26 +301,10 @@ class _Cluster:
 
     def job(self, agent: str, **state: Any) -> _Job:
         environment = {**os.environ, "COSLICE_AGENT": agent, "GRPC_VERBOSITY": "NONE"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "coslice.cli.bench_swap_job"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._stack.callback(_stop, process)
+        process = start(self._stack, "coslice.cli.bench_swap_job", env=environment)
         job = _Job(process)
         job.threads = job.do("begin", **state)
         return job
 
     def _serve(self, command: str, state: Path, *extra: str) -> str:
-        arguments = [sys.executable, "-m", "coslice.cli.main", command, "--listen", "127.0.0.1:0", "--json"]
-        process = subprocess.Popen(
-            [*arguments, "--state", str(state), *extra], stdout=subprocess.PIPE, text=True
-        )
-        self._stack.callback(_stop, process)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise OperationFailed(f"`coslice {command}` did not start; it ended with {process.wait()}")
-        return str(json.loads(line)[command])
+        return str(serve(self._stack, command, "--state", str(state), *extra)[1][command])

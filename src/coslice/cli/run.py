@@ -4,7 +4,6 @@ Everything a job needs to take part is a handful of variables; the command itsel
 in the same terminal and process group, and its exit status is ours.
 """
 
-import ctypes
 import os
 import shutil
 import signal
@@ -22,9 +21,9 @@ from coslice.cli.rpc import agent_status, group_status
 from coslice.core.ids import check_name
 from coslice.errors import ConfigError, JobRunning, UnknownGroup
 from coslice.sizes import format_size, parse_size
+from coslice.tied import tie
 from coslice.wire.v1 import coslice_pb2 as pb
 
-_PR_SET_PDEATHSIG = 1
 _OF_ONE_JOB = ("COSLICE_BACKEND", "COSLICE_DEVICE", "COSLICE_PROFILE", "COSLICE_ACCELERATOR_CPUS")
 
 
@@ -247,12 +246,9 @@ def _host_cpus(accelerator: tuple[int, ...]) -> set[int]:
 
 def _supervise(command: list[str], environment: dict[str, str], cpus: set[int]) -> int:
     parent = os.getpid()
-    libc = ctypes.CDLL(None, use_errno=True)
 
     def prepare() -> None:  # in the child, before exec: it must not outlive a `coslice run` that is killed
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
+        tie(parent, signal.SIGTERM)
         os.sched_setaffinity(0, cpus)
 
     return wait_for(subprocess.Popen(command, env=environment, preexec_fn=prepare))

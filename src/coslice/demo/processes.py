@@ -5,7 +5,6 @@ kernel signals its children. What a child says on standard error goes to a file 
 fails.
 """
 
-import ctypes
 import json
 import os
 import queue
@@ -21,8 +20,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from coslice.errors import OperationFailed
+from coslice.tied import tie
 
-_PR_SET_PDEATHSIG = 1
 STOP_TIMEOUT = 10.0
 
 
@@ -110,12 +109,10 @@ class Children:
         self, name: str, command: Sequence[str], environment: Mapping[str, str], *, anywhere: bool = False
     ) -> Child:
         """``anywhere``: on all cores at first; otherwise on ``cpus`` from its beginning."""
-        parent, libc = os.getpid(), ctypes.CDLL(None)
+        parent = os.getpid()
 
         def prepare() -> None:  # in the child, before exec
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(1)
+            tie(parent, signal.SIGTERM)
             os.sched_setaffinity(0, self._all_cpus if anywhere else self._cpus)
 
         errors = self._folder / f"{name}.err"

@@ -1,12 +1,9 @@
 """What the fake engines share: memory, a model that is a digest of it, HTTP, and the back door ``/_fake``."""
 
 import argparse
-import ctypes
 import json
 import mmap
 import os
-import signal
-import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -14,10 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from coslice.tied import tie
+
 PAGE = 4096
 Query = dict[str, list[str]]
 Reply = tuple[int, object]
-_PR_SET_PDEATHSIG = 1
 
 
 class Region:
@@ -207,10 +205,7 @@ def serve(
     parser.add_argument("--without", action="append", default=[], help="a route that this build has not")
     add(parser)
     options = parser.parse_args()
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it must not outlive its test
-    if os.getppid() != parent:
-        sys.exit(1)
+    tie(os.getppid())  # it must not outlive its test
     engine = make(options)
     server = ThreadingHTTPServer(("127.0.0.1", options.port), _handler(engine))
     server.daemon_threads = True
