@@ -177,7 +177,7 @@ def test_the_child_that_becomes_the_command_has_no_threads_of_grpc_and_the_users
 @pytest.mark.parametrize("within", [False, True], ids=["in a shell", "in another job"])
 def test_what_another_job_was_given_is_not_this_ones(within: bool) -> None:
     given = {"COSLICE_BACKEND": "cuda", "COSLICE_PROFILE": "{}", "COSLICE_ACCELERATOR_CPUS": "3", "HOME": "/"}
-    base = {**given, "COSLICE_INCARNATION": "another"} if within else given
+    base = {**given, "COSLICE_JOB": "a", "COSLICE_INCARNATION": "another"} if within else given
     made = job_environment(
         base, job="b", groups=("g",), need=0, world=0, orchestrator="here:1", agent="", cpus=()
     )
@@ -218,7 +218,8 @@ def test_an_unknown_group_names_the_known_ones(up: Start) -> None:
 
 def test_status_and_explain_tell_who_holds_and_who_waits(up: Start) -> None:
     server = up("--memory", "256MiB")
-    holder = _start(run_arguments(server, "job-a", sys.executable, "-c", HOLD))
+    start = {"COSLICE_INCARNATION": "one-start"}
+    holder = _start(run_arguments(server, "job-a", sys.executable, "-c", HOLD), **start)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "holding\n"
     waiter = _start(run_arguments(server, "job-b", sys.executable, "-c", HOLD))
@@ -231,6 +232,9 @@ def test_status_and_explain_tell_who_holds_and_who_waits(up: Start) -> None:
     second = coslice(*run_arguments(server, "job-a", sys.executable, "-c", HOLD))
     assert second.returncode == 1
     assert "already running" in second.stderr
+    # As a script of Slurm starts it on another node: the same start.
+    part = coslice(*run_arguments(server, "job-a", sys.executable, "-c", SCRIPT), **start)
+    assert (part.returncode, part.stderr) == (0, "")
     for process in (holder, waiter):
         assert process.stdin is not None
         process.stdin.write("\n")
@@ -264,10 +268,9 @@ def test_the_journal_of_a_run_becomes_a_page(up: Start, tmp_path: Path) -> None:
     assert '"job":"a"' in page.read_text()
 
 
-def _start(arguments: list[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [*COSLICE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+def _start(arguments: list[str], **environment: str) -> "subprocess.Popen[str]":
+    command, env = [*COSLICE, *arguments], ENVIRONMENT | environment
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
 
 def _status_until(address: str, wanted: "object") -> dict[str, object]:

@@ -15,6 +15,7 @@ from coslice.orchestrator.app import OrchestratorApp
 from coslice.orchestrator.config import OrchestratorConfig
 from coslice.runtime.journal import Journal
 from coslice.security.files import open_private, private_directory, read_secret, write_secret
+from coslice.security.redact import redact
 from coslice.store.ownership import Ownership
 from coslice.store.sqlite_file import open_file
 
@@ -127,8 +128,17 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
         path.chmod(bits)
         with pytest.raises(ConfigError, match="chmod 600"):
             read_secret(path, "secret")
-    with pytest.raises(ConfigError, match="exists"):
+    with pytest.raises(ConfigError, match="there already"):
         write_secret(path, b"y")
+
+
+@pytest.mark.parametrize("name", ["token.secret", "password", "node.token", "secret"])
+def test_why_a_secret_cannot_be_read_or_written_is_said(name: str, tmp_path: Path) -> None:
+    """Its path is no secret, nor what follows it."""
+    for attempt in (lambda file: read_secret(file, "token secret"), lambda file: write_secret(file, b"x")):
+        with pytest.raises(ConfigError) as told:
+            attempt(tmp_path / "missing" / name)
+        assert "No such file" in redact(str(told.value))
 
 
 async def test_everything_that_an_orchestrator_leaves_is_private(tmp_path: Path) -> None:

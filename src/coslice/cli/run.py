@@ -56,7 +56,8 @@ def run_job(options: RunOptions) -> int:
     need = parse_size(options.need) if options.need else 0
     state = group_status(options.orchestrator)
     groups = _groups(options.group, state)
-    _refuse_if_running(job, groups, state)
+    if not _given_start(options.environment):
+        _refuse_if_running(job, groups, state)
     try:
         node: pb.GetNodeStatusResponse | None = agent_status(options.agent)
     except grpc.RpcError:
@@ -142,14 +143,14 @@ def job_environment(
 ) -> dict[str, str]:
     """The environment of a job's processes: ``base`` plus the variables that make it a job."""
     environment = dict(base)
-    if "COSLICE_INCARNATION" in base:  # a job starts another: what it was given is not the other's
+    if "COSLICE_JOB" in base and "COSLICE_INCARNATION" in base:  # a job starts another: nothing is shared
         for name in _OF_ONE_JOB:
             environment.pop(name, None)
     environment |= {
         "COSLICE_ORCHESTRATOR": orchestrator,
         "COSLICE_JOB": job,
         "COSLICE_GROUP": ",".join(groups),
-        "COSLICE_INCARNATION": uuid.uuid4().hex,
+        "COSLICE_INCARNATION": _given_start(base) or uuid.uuid4().hex,
         "COSLICE_NEED": str(need),
         "COSLICE_WORLD": str(world),
     }
@@ -162,6 +163,12 @@ def job_environment(
         # Huge pages make the way back in cheaper: 2 MiB instead of 4 KiB per page fault.
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return environment
+
+
+def _given_start(base: Mapping[str, str]) -> str:
+    """The token of a start on several nodes that this is a part of: one without a job's name beside it, which
+    the processes of a job would have. Else empty."""
+    return "" if "COSLICE_JOB" in base else base.get("COSLICE_INCARNATION", "")
 
 
 def _command(command: tuple[str, ...]) -> list[str]:

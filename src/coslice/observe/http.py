@@ -183,7 +183,7 @@ class _Guard:
     def _problem(self, shown: str) -> str:
         scheme, _, token = shown.partition(" ")
         if scheme.lower() != "bearer":
-            return "a token is needed here: make one with `coslice token create NAME --role read`"
+            return "a token is needed here: make one with `coslice token create --role read --secret FILE`"
         try:
             verify(self._served.keys, token.strip(), now=time.time())
         except InvalidToken as error:

@@ -71,7 +71,7 @@ def read_secret(path: str | Path, what: str) -> bytes:
             found = os.fstat(file.fileno())
             content = file.read(1 << 20)
     except OSError as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read the {what} {path} ({error.strerror})") from None
     if found.st_mode & _OTHERS or found.st_uid not in (0, os.geteuid()):
         raise ConfigError(
             f"the {what} {path} can be read or changed by others (mode {stat.S_IMODE(found.st_mode):04o}, "
@@ -96,7 +96,9 @@ def write_secret(path: str | Path, content: bytes) -> None:
     """A new file, mode 0600. Raises ``ConfigError`` if there is one already."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already: remove it, or name another file") from None
+    except OSError as error:  # not "PATH: why": from the name of a secret on that would be hidden
+        raise ConfigError(f"cannot write {path} ({error.strerror})") from None
     with os.fdopen(fd, "wb") as file:
         file.write(content)

@@ -113,7 +113,7 @@ etcd://{{ join "," $store.etcd.endpoints }}/{{ $prefix }}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.metrics.serviceMonitor.enabled (not .Values.insecure) (not .Values.metrics.serviceMonitor.tokenSecret.name) -}}
-{{- fail "metrics ask for a token: put one (coslice token create --role read) into a secret and name it in metrics.serviceMonitor.tokenSecret.name" -}}
+{{- fail "metrics ask for a token: put one (coslice token create --role read --secret FILE) into a secret and name it in metrics.serviceMonitor.tokenSecret.name" -}}
 {{- end -}}
 {{- end }}
 
