@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ from coslice.gate import GATE
 # A test of several processes compiles us once, not in each of them.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A shell that starts us in the background has it ignored, in us and in all that we start: tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "fixed",

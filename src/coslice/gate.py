@@ -64,6 +64,10 @@ class Gate:
     def remove_on_leave(self, callback: Callable[[], None]) -> None:
         self._hooks = [hook for hook in self._hooks if hook != callback]
 
+    def home(self) -> frozenset[int]:
+        """The cores of this thread while it is in no section."""
+        return frozenset(self._pinned.get(threading.get_native_id()) or os.sched_getaffinity(0))
+
     @property
     def active(self) -> int:
         """How many sections are open."""
@@ -156,11 +160,11 @@ class Gate:
 
     def _unpin(self, thread: int) -> None:
         before = self._pinned.pop(thread, None)
-        if before is None:
-            return
+        if before is None or not os.path.exists(f"/proc/self/task/{thread}"):
+            return  # never pinned, or it ended: its number may be another process's by now
         try:
             os.sched_setaffinity(thread, before)
-        except OSError as error:  # the thread ended, or its cores were taken away meanwhile
+        except OSError as error:  # the thread ended just now, or its cores were taken away meanwhile
             _log.debug("coslice: affinity of thread %d not restored: %s", thread, error)
 
     def _forking(self) -> None:

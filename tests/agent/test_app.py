@@ -100,7 +100,10 @@ async def test_a_state_directory_in_use_names_the_owner(node: Node) -> None:
         await AgentApp(replace(node.config, runtime_dir=str(node.folder / "run-2"))).start()
 
 
-async def test_state_and_socket_are_the_users_alone_and_the_socket_goes(node: Node) -> None:
+async def test_state_and_socket_are_the_users_alone_and_the_socket_goes(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "umask")  # it would be that of every thread, whatever they make meanwhile
     agent = await node.start()
     assert mode(node.folder / "state") == mode(node.folder / "run") == 0o700
     assert mode(node.folder / "run" / "buffers.sock") == 0o600

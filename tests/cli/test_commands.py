@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -71,17 +70,15 @@ def test_help_teaches_the_first_steps() -> None:
 def test_without_an_orchestrator_every_command_says_how_to_start_one(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [arguments[0], "-o", address, *arguments[1:]]
-    begin = time.monotonic()
-    result = in_process(*command, monkeypatch=monkeypatch)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else can meanwhile
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = [arguments[0], "-o", address, *arguments[1:]]
+        result = in_process(*command, monkeypatch=monkeypatch)
     assert result.returncode == 1
     assert address in result.stderr
     assert "coslice up" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
-    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from client.fake_server import BOUND, FakeOrchestrator
 
 import coslice
 from coslice import errors
+from coslice.client import aio_link
+from coslice.client.holder import caller
 from coslice.gate import GATE
 
 Connect = Callable[..., coslice.AsyncClient]
@@ -205,6 +207,30 @@ def test_the_end_of_the_loop_gives_everything_back(fake: FakeOrchestrator) -> No
     fake.until(lambda: fake.count("goodbye") == 1)
     assert fake.holder("a") is None
     GATE.leave()
+
+
+def test_loops_that_are_closed_are_let_go(fake: FakeOrchestrator) -> None:
+    async def step() -> None:
+        async with coslice.AsyncClient(fake.address, job="j", groups="a").on_accelerators():
+            pass
+
+    for _ in range(3):  # as a job that has a loop for each of its steps
+        asyncio.run(step())
+    assert sum(loop.is_closed() for loop in aio_link._links) == 1, "the last one goes with the next"
+
+
+async def test_two_tasks_of_which_one_has_the_number_of_the_other_are_two() -> None:
+    async def one() -> tuple[int, object]:
+        return id(asyncio.current_task()), caller()
+
+    first, who = await asyncio.create_task(one())
+    for _ in range(1000):
+        later, other = await asyncio.create_task(one())
+        assert other != who
+        if later == first:
+            break
+    me = caller()
+    assert me == caller()
 
 
 async def test_without_an_address_it_does_nothing() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from coslice.cli.check_phases import check_phases
 from coslice.errors import ConfigError
+from coslice.testing import phase_rules
 
 GROUPS = ("trainer", "sampler")
 
@@ -232,6 +233,20 @@ def test_a_torn_line_is_told_and_the_rest_is_analysed(check: Check) -> None:
     assert "no problem found" not in found.out
     ended = {phase["name"]: len(phase["seconds"]) for phase in found.report["phases"]}
     assert (found.status, ended) == (1, {"train": 1, "generate": 0})
+
+
+def test_a_process_with_the_number_of_one_that_was_killed_holds_nothing_of_it() -> None:
+    about = {"pid": 7, "record": 1, "phase": "train", "where": "job.py:1"}
+    lines = [
+        {"what": "starts", "at": 1.0, "pid": 7},
+        {"what": "enters", "at": 2.0, "groups": ["b"], **about},
+        {"what": "starts", "at": 3.0, "pid": 7},
+        {"what": "asks", "at": 4.0, "groups": ["a"], **about},
+        {"what": "exits", "at": 5.0, "pid": 7},
+    ]
+    (finding,) = phase_rules.check(lines, order=["a", "b"])
+    assert finding.rule == "leak"
+    assert finding.text.startswith("b was still held when its process was killed")
 
 
 def test_a_command_without_a_phase_was_not_checked(check: Check) -> None:

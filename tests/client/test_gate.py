@@ -1,13 +1,14 @@
 """The gate: sections and movers exclude each other, and sections run on the accelerator's cores."""
 
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from coslice.errors import ConfigError, StateOffloaded
-from coslice.gate import Gate
+from coslice.gate import Gate, Section
 
 BOUND = 20.0
 CPUS = sorted(os.sched_getaffinity(0))
@@ -88,6 +89,22 @@ class TestCores:
         assert os.sched_getaffinity(0) == ONE
         gate.leave()
         assert os.sched_getaffinity(0) == before
+
+    def test_a_thread_inside_a_section_knows_the_cores_it_has_outside(self, gate: Gate) -> None:
+        before = os.sched_getaffinity(0)
+        assert gate.home() == before
+        gate.configure(ONE)
+        gate.enter()
+        assert gate.home() == before
+        gate.leave()
+
+    def test_another_process_with_the_number_of_a_thread_that_ended_is_left_alone(self, gate: Gate) -> None:
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+            section = Section(frozenset(), other.pid)
+            gate._sections, gate._pinned = [section], {other.pid: ONE}
+            before = os.sched_getaffinity(other.pid)
+            gate.leave(section)
+            assert os.sched_getaffinity(other.pid) == before
 
     def test_other_threads_are_left_alone(self, gate: Gate) -> None:
         gate.configure(ONE)

@@ -246,6 +246,31 @@ class TestGenerators:
         thread.join(BOUND)
         assert fake.holder("a") is None
 
+    def test_a_later_thread_with_the_number_of_the_one_that_began_it_is_another(
+        self, fake: FakeOrchestrator, client: coslice.Client
+    ) -> None:
+        @client.on_accelerators
+        def rollouts() -> Iterator[int]:
+            client.yield_()
+            yield 1
+
+        made, numbers = rollouts(), list[int]()
+
+        def work() -> None:
+            numbers.append(threading.get_ident())
+            if len(numbers) == 1:
+                next(made)
+            elif numbers[-1] == numbers[0] or len(numbers) == 1000:
+                client.acquire()
+
+        while fake.count("acquire") < 2:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join(BOUND)
+        made.close()  # type: ignore[attr-defined]
+        assert GATE.active == 1, "what the later thread took is not the generator's to give up"
+        client.yield_()
+
 
 class TestCoroutines:
     async def test_the_lock_is_held_while_the_body_runs(

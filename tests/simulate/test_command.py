@@ -300,9 +300,10 @@ def test_a_bench_that_is_called_off_ends_its_processes_in_the_middle_of_a_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers: list[multiprocessing.process.BaseProcess] = []
+    others = multiprocessing.active_children()
 
     def interrupted(number: int, count: int) -> None:
-        workers.extend(multiprocessing.active_children())
+        workers.extend(child for child in multiprocessing.active_children() if child not in others)
         raise KeyboardInterrupt
 
     before = set(threading.enumerate())

@@ -294,8 +294,13 @@ def test_further_registrations_of_a_group_share_its_channel(agent: FakeAgent, jo
 
 
 def test_closing_ends_the_stream_and_the_threads(agent: FakeAgent, join: Any) -> None:
+    others = set(threading.enumerate())
     handle = join(agent, nn.Linear(8, 8))
     stream = agent.stream()
+    begun = {t for t in threading.enumerate() if t.name == "coslice-channel"} - others
+    assert begun
     handle.close()
     assert stream.over.wait(PATIENCE)
-    assert not [thread for thread in threading.enumerate() if thread.name == "coslice-channel"]
+    for thread in begun:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()

@@ -1,5 +1,6 @@
 """State that went to host memory and came back is the same, bit for bit, and training does not notice."""
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -79,6 +80,32 @@ def test_memory_that_several_tensors_share_counts_and_moves_once(registered: Any
     with torch.no_grad():
         net.body[0].weight[0, 0] = 5.0
     assert net.row[0] == 5.0
+
+
+class Fresh(Mapping[int, Any]):
+    """Makes its values anew each time it is looked at, as wrappers of optimizers may."""
+
+    def __init__(self, *make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __getitem__(self, key: int) -> Any:
+        return self._make[key]()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._make)))
+
+    def __len__(self) -> int:
+        return len(self._make)
+
+
+@pytest.mark.parametrize("what", ["containers", "tensors"])
+def test_what_has_the_number_of_a_container_or_tensor_that_is_gone_is_found_too(what: str) -> None:
+    own = [torch.ones(100) for _ in range(10)]
+    if what == "containers":
+        state = [Fresh(lambda t=t: {"it": t}) for t in own]
+    else:
+        state = [each for t in own for each in (Fresh(lambda: torch.empty(0)), Fresh(t.detach))]
+    assert TorchAdapter(make_roots(None, None, state, None), device="host").measure(set()) == 10 * 400
 
 
 def test_state_that_appears_later_is_found_at_the_next_move(registered: Any) -> None:

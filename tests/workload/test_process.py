@@ -1,5 +1,7 @@
 """What holds at the borders of a process: imports, forks, its end, and aliases that nothing can guard."""
 
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 import pytest
 from forked import run
 from workload.fake_agent import FakeAgent
+
+from coslice.workload.buffers import LocalBuffers
 
 
 def test_importing_brings_neither_torch_nor_the_core() -> None:
@@ -106,6 +110,42 @@ def test_a_forked_child_inherits_nothing_and_the_parent_goes_on(tmp_path: Path) 
         assert parent.stdout.read() == "done\n"
         assert parent.wait(60) == 0
         assert agent.streams.empty()
+
+
+def test_a_child_does_not_close_what_has_the_number_of_its_parents_buffer() -> None:
+    """One that is forked while another thread closes the buffer."""
+    high = 900  # a number that nobody else is given
+    aside = os.memfd_create("another's")
+    buffers = LocalBuffers()
+    buffer = buffers.obtain(4096)
+    os.close(buffer.fd)
+    buffer.fd = fcntl.fcntl(aside, fcntl.F_DUPFD_CLOEXEC, high)
+    number = buffer.fd
+    buffer.close()
+    assert fcntl.fcntl(aside, fcntl.F_DUPFD_CLOEXEC, high) == number
+    buffer.forget()
+    assert os.path.samestat(os.fstat(number), os.fstat(aside))
+    os.close(number)
+    os.close(aside)
+
+
+PINNED = """
+import os
+from coslice.gate import GATE
+home = os.sched_getaffinity(0)
+GATE.configure([min(home)])
+GATE.enter()
+import coslice.workload
+coslice.workload.register(on_snapshot=lambda: None, env={})
+from coslice.workload.process import PROCESS
+assert PROCESS._mover.cpus == home, PROCESS._mover.cpus
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="pinning shows only where there are two cores")
+def test_who_loads_us_inside_a_section_has_its_state_moved_outside_of_the_accelerators_cores() -> None:
+    done = subprocess.run([sys.executable, "-c", PINNED], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("parked", [False, True])

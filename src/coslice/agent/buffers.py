@@ -64,11 +64,8 @@ class BufferServer:
     async def start(self) -> None:
         self._path.unlink(missing_ok=True)  # the state directory is ours alone: this is a leftover
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        before = os.umask(0o177)
-        try:
-            listener.bind(str(self._path))
-        finally:
-            os.umask(before)
+        listener.bind(str(self._path))
+        os.chmod(self._path, 0o600)  # nobody can connect before it listens; a umask is of all threads
         listener.listen(64)
         self._socket = listener
         self._accepting = asyncio.create_task(self._accept(listener), name="buffer-socket")

@@ -213,9 +213,8 @@ class AioLink:
 
 
 _Key = tuple[str | None, str, str, int]
-_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, AioLink]] = (
-    weakref.WeakKeyDictionary()
-)
+_links: dict[asyncio.AbstractEventLoop, dict[_Key, AioLink]] = {}
+"""Until the loop is closed. (A weak dictionary would keep it for ever: the links refer to their loop.)"""
 
 
 def link_for(config: ClientConfig, user: object) -> AioLink:
@@ -223,6 +222,8 @@ def link_for(config: ClientConfig, user: object) -> AioLink:
     assert config.address is not None
     for address in addresses_of(config.address):
         config.credentials.check(address)
+    for closed in [loop for loop in list(_links) if loop.is_closed()]:
+        _links.pop(closed, None)
     links = _links.setdefault(asyncio.get_running_loop(), {})
     key = (config.address, config.job, config.incarnation, config.rank)
     link = links.get(key)

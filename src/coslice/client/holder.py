@@ -24,20 +24,24 @@ from coslice.security.credentials import PLAIN, Credentials
 if TYPE_CHECKING:
     from coslice.client.session import Claim
 
-_Caller = tuple[int, int]
+_Caller = tuple[object, object]
+_thread = threading.local()
 L = TypeVar("L")
 """The transport of a client."""
 
 
 def caller() -> _Caller:
-    """This thread, and this task if an event loop runs in it."""
+    """This thread, and this task if an event loop runs in it. Not by their numbers, which later ones have
+    too."""
     task = None
     if (asyncio := sys.modules.get("asyncio")) is not None:
         try:
             task = asyncio.current_task()
         except RuntimeError:  # no loop runs in this thread
             task = None
-    return threading.get_ident(), id(task) if task is not None else 0
+    if not hasattr(_thread, "itself"):
+        _thread.itself = object()
+    return _thread.itself, weakref.ref(task) if task is not None else None
 
 
 class Held(Generic[L]):

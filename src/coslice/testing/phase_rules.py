@@ -16,6 +16,7 @@ RULES: Mapping[str, str] = {
     "not-held": "a yield gives up what an acquire took: call acquire() first, and yield as often",
     "short": "a phase shorter than a swap costs others more than it uses",
 }
+KILLED = "its process was killed, or left by os._exit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +78,9 @@ def check(
     for line in lines:
         mine = held.setdefault(line["pid"], {})
         match line["what"]:
+            case "starts":  # this number was another process's, which cannot have said that it ends
+                findings += [_leaked(entry, KILLED) for entry in mine.values()]
+                mine.clear()
             case "asks":
                 findings += _order(line, mine.values(), order)
             case "enters":
@@ -97,7 +101,7 @@ def check(
             case _:
                 pass
     for mine in held.values():
-        findings += [_leaked(entry, "its process was killed, or left by os._exit") for entry in mine.values()]
+        findings += [_leaked(entry, KILLED) for entry in mine.values()]
     return findings + [_short(phase, swap_s) for phase in phases(lines) if _is_short(phase, swap_s)]
 
 

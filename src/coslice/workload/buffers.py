@@ -58,12 +58,18 @@ class HostBuffer:
         if self.before_close is not None:
             self.before_close()
         self._map.close()
-        os.close(self.fd)
+        self._close_file()
 
     def forget(self) -> None:
         """In a forked child: the mapping is not here, and unmapping its addresses could hit another's."""
         _FORGOTTEN.append(self._map)
-        os.close(self.fd)
+        self._close_file()
+
+    def _close_file(self) -> None:
+        """Once: another thread may fork while this one closes, and then the number may be another's."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def identity(fd: int) -> tuple[int, int]:

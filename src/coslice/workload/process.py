@@ -17,9 +17,6 @@ from coslice.workload.channel import Channel, Identity
 from coslice.workload.mover import Mover
 from coslice.workload.registry import GroupState, Registration
 
-_HOME = os.sched_getaffinity(0)
-"""The cores of the thread that imported us. The one that registers may be inside a section, and pinned."""
-
 
 class Group:
     """One group as this process sees it. ``channel`` is None without an agent."""
@@ -75,7 +72,7 @@ class Process:
     def join(
         self, registration: Registration, identity: Identity, *, agent: str | None, need: int, verify: bool
     ) -> Group:
-        cpus = _HOME if GATE.active else ()
+        cpus = GATE.home() if GATE.active else ()  # this thread may be inside a section, and pinned
         self._mover.cpus = cpus or self._mover.cpus
         with self._lock:
             group = self._groups.get(identity.group)

@@ -102,17 +102,16 @@ def _parts(optimizer: Any) -> dict[str, Any]:
     return parts | dict(vars(optimizer))
 
 
-def walk(path: str, value: Any, _seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+def walk(path: str, value: Any, _seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
     """All tensors in nested containers (mappings, sequences, sets, optimizers), each container once."""
     if isinstance(value, torch().Tensor):
         yield path, value
         return
-    seen = set[int]() if _seen is None else _seen
+    seen = dict[int, Any]() if _seen is None else _seen
     optimizer = isinstance(value, torch().optim.Optimizer)
     if id(value) in seen or not (optimizer or isinstance(value, Mapping | list | tuple | set | frozenset)):
         return
-    if _seen is not None:  # the outermost one may be a temporary, whose id could be another's later
-        seen.add(id(value))
+    seen[id(value)] = value  # kept: of a temporary that is gone the id could be another's
     if optimizer:
         value = _parts(value)
     if isinstance(value, Mapping):
@@ -155,12 +154,13 @@ def find(roots: Roots, seen: set[int], *, device: str) -> list[Block]:
     loaded = torch()
     ordinary = (loaded.nn.Parameter, loaded.Tensor)
     blocks: dict[int, Block] = {}
-    met = set[int]()
+    met: dict[int, Any] = {}
+    """By id, and kept: a container may make its tensors anew each time it is looked at."""
     with loaded._C.DisableTorchFunctionSubclass():  # parked tensors are looked at too
         for name, tag, tensor in named_tensors(roots):
             if id(tensor) in met:
                 continue
-            met.add(id(tensor))
+            met[id(tensor)] = tensor
             plain = type(tensor) in ordinary and tensor.layout is loaded.strided
             for part_name, part in ((name, tensor),) if plain else plain_tensors(name, tensor):
                 where = part.device.type
