@@ -18,6 +18,7 @@ from coslice.store.kube_api import KubeApi
 from coslice.store.kube_election import LeaseElection
 from coslice.store.kube_location import parse_kubernetes
 from coslice.store.kubernetes import KubernetesStore
+from coslice.store.reach import read
 from coslice.testing.fake_kubernetes import ApiError
 from coslice.testing.fake_kubernetes_http import FakeKubernetes
 
@@ -168,6 +169,28 @@ async def test_a_long_list_is_read_in_pages_and_anew_after_a_compaction(
     assert list(await store.load()) == [f"key-{n}" for n in range(5)]
     assert len(pages) == 5  # two for nothing, then all three
     await store.close()
+
+
+async def test_one_that_goes_away_in_the_middle_of_a_read_is_told_as_soon_as_one_that_never_answered(
+    api: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coslice.store.kubernetes._PAGE", "2")
+    store = plain(api)
+    await store.load()
+    await asyncio.gather(*(store.save(f"key-{n}", b"1", expect=0) for n in range(5)))
+    await store.close()
+    lists = 0
+
+    def down(method: str, path: str) -> bool:
+        nonlocal lists
+        lists += path.endswith("/configmaps")
+        api.down = api.down or lists == 2
+        return False
+
+    api.lose = down
+    with pytest.raises(StoreError, match=f"{api.url} did not answer within 0.5 s.*--timeout"):
+        await read(f"kubernetes://here/t?api={api.url}", patience=0.5)
+    assert lists == 2
 
 
 async def test_an_outage_shorter_than_the_lease_is_ridden_out(api: FakeKubernetes, elect: Elect) -> None:

@@ -16,6 +16,10 @@ class StoreError(CosliceError):
     stands."""
 
 
+class NoAnswer(StoreError):
+    """Nobody answered in time, or was able to. What was asked may have happened all the same."""
+
+
 class Conflict(StoreError):
     """Somebody else wrote the key, or it is gone: ``data`` has ``key``, ``expected`` and ``found``."""
 

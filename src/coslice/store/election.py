@@ -7,7 +7,7 @@ believes: that is decided where the state is, not by a clock. A store of one pro
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Protocol
 
 import msgspec
@@ -39,10 +39,15 @@ class Tenure:
         self.over = ""
         """Why it ended; empty while it lasts."""
         self._ended = asyncio.Event()
+        self._lasting: set[asyncio.Timeout] = set()
 
     def end(self, reason: str) -> None:
-        self.over = self.over or reason
+        if self.over:
+            return
+        self.over = reason
         self._ended.set()
+        for within in self._lasting:
+            within.reschedule(asyncio.get_running_loop().time())
 
     async def ended(self) -> str:
         """Returns, with the reason, once this process leads no longer."""
@@ -52,6 +57,21 @@ class Tenure:
     def check(self) -> None:
         if self.over:
             raise Deposed(f"this process leads no longer: {self.over}")
+
+    @contextlib.asynccontextmanager
+    async def lasting(self) -> AsyncIterator[None]:
+        """What is within ends with the tenure, wherever it is: then raises ``Deposed``."""
+        self.check()
+        try:
+            async with asyncio.timeout(None) as within:
+                self._lasting.add(within)
+                try:
+                    yield
+                finally:
+                    self._lasting.discard(within)
+        except TimeoutError:
+            self.check()
+            raise
 
 
 class Hearsay:

@@ -7,14 +7,13 @@ again; if its first copy came through, the second finds our own values and knows
 """
 
 import asyncio
-import random
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 
-from coslice.store.base import Conflict, StoreError
+from coslice.store.again import answered, pauses, while_of_use
+from coslice.store.base import Conflict, NoAnswer, StoreError
 from coslice.store.election import Deposed, Tenure
-from coslice.store.etcd_api import EtcdApi, Json, NoAnswer, after_prefix, decoded, encoded
+from coslice.store.etcd_api import EtcdApi, Json, after_prefix, decoded, encoded
 
 Entries = dict[str, tuple[bytes, int]]
 
@@ -24,8 +23,6 @@ _BYTES = 1_000_000
 """Of values in one transaction; etcd takes 1.5 MiB (``--max-request-bytes``)."""
 _PAGE = 200
 _TIMEOUT = 2.0
-_PATIENCE = 30.0
-"""Without an election to end it, a write is given up after so long without an answer."""
 
 
 class _Write:
@@ -59,12 +56,18 @@ class _Write:
 
 
 class EtcdStore:
-    """See ``Store``. ``leader``: key and create revision of the election that ``tenure`` rests on."""
+    """See ``Store``. ``leader``: key and create revision of the election that ``tenure`` rests on. Without a
+    tenure, which ends by itself, silence of ``patience`` seconds is ``NoAnswer``."""
 
     def __init__(
-        self, api: EtcdApi, *, tenure: Tenure | None = None, leader: tuple[str, int] | None = None
+        self,
+        api: EtcdApi,
+        *,
+        tenure: Tenure | None = None,
+        leader: tuple[str, int] | None = None,
+        patience: float = 30.0,
     ) -> None:
-        self._api, self._tenure = api, tenure
+        self._api, self._tenure, self._patience = api, tenure, patience
         self._prefix = api.location.prefix + "state/"
         self._fence: list[Json] = []
         if leader is not None:
@@ -134,30 +137,14 @@ class EtcdStore:
             start = encoded(key + "\0")
 
     async def _ask(self, path: str, body: Json) -> Json:
-        why = ""
-        for pause in self._pauses():
-            try:
-                return await self._api.call(path, body, timeout=_TIMEOUT)
-            except NoAnswer as error:
-                why = str(error)
-                await asyncio.sleep(pause)
-            except StoreError as error:
-                if "compacted" in str(error):
-                    raise _Compacted from error
-                raise
-        raise NoAnswer(f"{why}, for {_PATIENCE:g} s now: is it running, and is the address right?")
-
-    def _pauses(self) -> Iterator[float]:
-        """Growing ones, for as long as another try makes sense. etcd does not tell when it is back. With a
-        tenure that is until its end, which raises."""
-        until, pause = asyncio.get_running_loop().time() + _PATIENCE, 0.02
-        while True:
-            if self._tenure is not None:
-                self._tenure.check()
-            elif asyncio.get_running_loop().time() > until:
-                return
-            yield pause * random.uniform(0.5, 1.0)
-            pause = min(2 * pause, 0.5)
+        try:
+            return await answered(
+                lambda: self._api.call(path, body, timeout=_TIMEOUT), self._tenure, self._patience
+            )
+        except StoreError as error:
+            if "compacted" in str(error):
+                raise _Compacted from error
+            raise
 
     # ── writing ────────────────────────────────────────────────────────────
 
@@ -195,16 +182,21 @@ class EtcdStore:
 
     async def _commit(self, batch: list[_Write]) -> None:
         """One writer's conflict is his own: the others are saved."""
-        doubt = False
-        pauses = self._pauses()
+        try:
+            async with while_of_use(self._tenure, self._patience):
+                await self._commit_all(batch)
+        except TimeoutError:
+            raise NoAnswer(f"no member of etcd answered for {self._patience:g} s") from None
+
+    async def _commit_all(self, batch: list[_Write]) -> None:
+        """A transaction without an answer is not taken for one that did not happen: see ``outcome``."""
+        doubt, again = False, pauses()
         while batch:
-            if (pause := next(pauses, None)) is None:
-                raise NoAnswer(f"no member of etcd answered for {_PATIENCE:g} s")
             try:
                 answer = await self._api.call("kv/txn", self._transaction(batch), timeout=_TIMEOUT)
             except NoAnswer:
                 doubt = True
-                await asyncio.sleep(pause)
+                await asyncio.sleep(next(again))
                 continue
             if answer.get("succeeded"):
                 self.commits += 1

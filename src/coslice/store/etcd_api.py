@@ -18,15 +18,11 @@ import msgspec
 
 from coslice.errors import ConfigError
 from coslice.security.files import read_secret
-from coslice.store.base import StoreError
+from coslice.store.base import NoAnswer, StoreError
 from coslice.store.etcd_location import EtcdLocation
 from coslice.store.sockets import KEEPALIVE
 
 Json = dict[str, Any]
-
-
-class NoAnswer(StoreError):
-    """No member answered in time. What was asked may have happened all the same."""
 
 
 class EtcdApi:

@@ -18,10 +18,10 @@ from typing import TypeVar
 import msgspec
 
 from coslice.store.away import Away
-from coslice.store.base import Store, StoreError
+from coslice.store.base import NoAnswer, Store, StoreError
 from coslice.store.election import Hearsay, Seat, Tenure
 from coslice.store.etcd import EtcdStore
-from coslice.store.etcd_api import EtcdApi, Json, NoAnswer, after_prefix, decoded, encoded
+from coslice.store.etcd_api import EtcdApi, Json, after_prefix, decoded, encoded
 from coslice.store.etcd_location import EtcdLocation
 from coslice.store.presence import Presence, first_of
 

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 
 from coslice.errors import ConfigError
-from coslice.store.base import StoreError
+from coslice.store.base import NoAnswer, StoreError
 from coslice.store.kube_location import KubeLocation
 from coslice.store.sockets import KEEPALIVE
 
@@ -28,10 +28,6 @@ _TIMEOUT = 5.0
 _WATCH_S = 300
 CONFIG_MAPS, LEASES = "api/v1", "apis/coordination.k8s.io/v1"
 _PLURALS = {CONFIG_MAPS: "configmaps", LEASES: "leases"}
-
-
-class NoAnswer(StoreError):
-    """Nobody answered in time, or was able to. What was asked may have happened all the same."""
 
 
 class Stale(StoreError):

@@ -21,9 +21,9 @@ import uuid
 import msgspec
 
 from coslice.store.away import Away
-from coslice.store.base import Store, StoreError
+from coslice.store.base import NoAnswer, Store, StoreError
 from coslice.store.election import Deposed, Hearsay, Seat, Tenure
-from coslice.store.kube_api import LEASES, Expired, Json, KubeApi, Missing, NoAnswer, Stale
+from coslice.store.kube_api import LEASES, Expired, Json, KubeApi, Missing, Stale
 from coslice.store.kube_candidates import Candidates
 from coslice.store.kube_location import KubeLocation
 from coslice.store.kubernetes import KubernetesStore

@@ -14,7 +14,6 @@ object whose content is what we know is tried again at its new version. ConfigMa
 import asyncio
 import base64
 import hashlib
-import random
 import re
 from collections import defaultdict
 from collections.abc import Coroutine, Iterator
@@ -23,9 +22,10 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from coslice.store.base import Conflict, StoreError
+from coslice.store.again import answered, pauses
+from coslice.store.base import Conflict, NoAnswer, StoreError
 from coslice.store.election import Deposed, Tenure
-from coslice.store.kube_api import CONFIG_MAPS, Expired, Json, KubeApi, Missing, NoAnswer, Stale
+from coslice.store.kube_api import CONFIG_MAPS, Expired, Json, KubeApi, Missing, Stale
 
 Entries = dict[str, tuple[bytes, int]]
 T = TypeVar("T")
@@ -33,8 +33,6 @@ T = TypeVar("T")
 LABEL = "coslice-store"
 _AT_ONCE = 16
 _PAGE = "200"
-_PATIENCE = 30.0
-"""Without an election to end it, a write is given up after so long."""
 
 
 class Fence(Protocol):
@@ -67,10 +65,12 @@ class _Thing(msgspec.Struct, frozen=True):
 
 class KubernetesStore:
     """See ``Store``. ``fence`` None: no election, compare-and-swap alone; what is older than the term
-    ``floor`` does not count then either."""
+    ``floor`` does not count then either, and silence of ``patience`` seconds is ``NoAnswer``."""
 
-    def __init__(self, api: KubeApi, *, fence: Fence | None = None, floor: int = 0) -> None:
-        self._api, self._fence, self._floor = api, fence, floor
+    def __init__(
+        self, api: KubeApi, *, fence: Fence | None = None, floor: int = 0, patience: float = 30.0
+    ) -> None:
+        self._api, self._fence, self._floor, self._patience = api, fence, floor, patience
         self._prefix = api.location.prefix
         self._known: dict[str, _Thing] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -128,16 +128,14 @@ class KubernetesStore:
             task.exception()  # its caller may be gone
 
     def _pauses(self) -> Iterator[float]:
-        """Growing ones, for as long as another try makes sense. An API server does not tell when it is
-        back."""
-        until, pause = asyncio.get_running_loop().time() + _PATIENCE, 0.02
-        while True:
+        """For as long as another try makes sense."""
+        until = asyncio.get_running_loop().time() + self._patience
+        for pause in pauses():
             if self._fence is not None:
                 self._fence.tenure.check()
             elif asyncio.get_running_loop().time() > until:
-                raise NoAnswer(f"the Kubernetes API took no write for {_PATIENCE:g} s")
-            yield pause * random.uniform(0.5, 1.0)
-            pause = min(2 * pause, 0.5)
+                raise NoAnswer(f"the Kubernetes API took no write for {self._patience:g} s")
+            yield pause
 
     @property
     def _term(self) -> int:
@@ -147,18 +145,14 @@ class KubernetesStore:
 
     async def _list(self) -> list[_Thing]:
         found: list[_Thing] = []
+        tenure = self._fence.tenure if self._fence is not None else None
         query = {"labelSelector": f"{LABEL}={self._prefix}", "limit": _PAGE}
-        for pause in self._pauses():
-            try:
-                page = await self._api.list(CONFIG_MAPS, **query)
-            except NoAnswer:
-                await asyncio.sleep(pause)
-                continue
+        while True:
+            page = await answered(lambda: self._api.list(CONFIG_MAPS, **query), tenure, self._patience)
             found += [_thing(item) for item in page["items"]]
             query["continue"] = page.get("metadata", {}).get("continue", "")
             if not query["continue"]:
-                break
-        return found
+                return found
 
     async def _there(self, key: str) -> _Thing | None:
         for pause in self._pauses():
