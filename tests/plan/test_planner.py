@@ -8,6 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from coslice.errors import ConfigError
+from coslice.plan import search, settle
+from coslice.plan.batch import Table
 from coslice.plan.cluster import Cluster, JobRules
 from coslice.plan.planner import plan
 from coslice.plan.predict import predict
@@ -136,6 +138,26 @@ def test_a_job_that_waits_in_two_groups_keeps_its_bound() -> None:
     assert max(made.slowdown.values()) <= 1.10  # 1.06 in each group would be 1.12 together
 
 
+def test_waits_in_several_groups_are_put_right_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of forty jobs each waits too long in its two groups together. One by one, with all groups played again
+    for each, a thousand took a quarter of a minute."""
+    played = []
+    monkeypatch.setattr(
+        settle, "judge_finally", lambda *some, play=settle.judge_finally: played.append(1) or play(*some)
+    )
+    jobs = []
+    for k in range(40):
+        two = [replace(plan_jobs.job("", 40, 100).pools[0], role=role) for role in ("trainer", "sampler")]
+        jobs.append(replace(plan_jobs.job(f"both{k}", 40, 100), pools=tuple(two)))
+        jobs += [plan_jobs.job(f"{name}{k}", 40, 100) for name in "xy"]
+    table = Table(plan_jobs.units(jobs, swap_s=8.0, max_slowdown=1.10))
+    groups = [(4 * k + place, 4 * k + 2 + place) for k in range(40) for place in (0, 1)]
+    kept = settle.keep_job_bounds(table, groups)
+    assert len([group for group in kept if len(group) > 1]) == 40
+    assert sorted(unit for group in kept for unit in group) == list(range(160))
+    assert len(played) < 10
+
+
 def test_jobs_of_several_nodes_get_nodes() -> None:
     profiles = [plan_jobs.job("a", 40, 100, accelerators=16), plan_jobs.job("b", 40, 100, accelerators=16)]
     made = plan(profiles, cluster=Cluster(swap_s=2.0, nodes=("n1", "n2", "n3"), gpus_per_node=8))
@@ -205,6 +227,35 @@ def test_the_search_comes_near_the_exact_plan(monkeypatch: pytest.MonkeyPatch) -
     assert searched.method.startswith("searched")
     assert max(searched.slowdown.values()) <= 1.3
     assert searched.useful_duty >= 0.95 * exact.useful_duty
+
+
+def test_a_longer_search_is_never_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the local search gains as it judges may be lost when groups are played in full."""
+    jobs = plan_jobs.drawn(30, 3)
+    begun = plan(jobs, budget=0.0)
+
+    def astray(table: Table, found: search.Searched, *_: object) -> list[list[tuple[int, ...]]]:
+        first, found.groups = found.groups, [(unit,) for unit in range(30)]
+        return [first, found.groups]
+
+    monkeypatch.setattr(search, "_local", astray)
+    made = plan(jobs, budget=5.0)
+    assert (made.groups, made.useful_duty) == (begun.groups, begun.useful_duty)
+    assert made.accelerators < 30
+
+
+def test_who_stays_alone_counts_when_the_others_are_put_together() -> None:
+    """An accelerator that is freed is worth what all of them compute on average, idle samplers too: these
+    trainers would compute less together, by more than that."""
+    idle = replace(plan_jobs.job("", 5, 100, accelerators=8).pools[0], role="sampler")
+    trainers = [
+        plan_jobs.job("a", 58, 100, 0, 2),
+        plan_jobs.job("b", 55, 100, 0, 1),
+        plan_jobs.job("c", 53, 200, 0, 4),
+    ]
+    jobs = [replace(profile, pools=(*profile.pools, idle)) for profile in trainers]
+    made = plan(jobs, max_slowdown=1.4, share=("trainer",))
+    assert made.useful_duty >= made.useful_duty_alone
 
 
 def test_the_same_jobs_give_the_same_plan() -> None:

@@ -54,3 +54,17 @@ def test_where_the_default_breaks_a_bound_the_group_is_as_it_was_predicted(
     monkeypatch.setattr(policy, "MOST_GROUPS", 0)  # too many to be played
     (chosen,) = choose(THREE, units, [everybody], [told])
     assert (chosen.policy, chosen.told) == ("fifo", told)
+
+
+def test_a_small_job_in_a_large_group_computes_on_its_own_part_only() -> None:
+    sizes = (8, 8, 1)
+    jobs = [
+        plan_jobs.job(profile.name, profile.pools[0].busy.mean, profile.pools[0].period.mean, 1, size)
+        for profile, size in zip(THREE, sizes, strict=True)
+    ]
+    made = plan(jobs, cluster=Cluster(swap_s=4.0), max_slowdown=1.3)
+    (group,) = made.detail
+    assert group.policy == "fair_share"
+    assert group.useful_duty <= group.duty_bound
+    for member, size in zip(group.members, sizes, strict=True):
+        assert member.useful_duty == pytest.approx(member.duty_alone / member.slowdown * size / 8, rel=0.01)

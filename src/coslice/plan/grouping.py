@@ -6,7 +6,8 @@ from coslice.plan import rules
 from coslice.plan.batch import Table
 from coslice.plan.cluster import Cluster
 from coslice.plan.exact import allowed_sets, best_partition, promising
-from coslice.plan.search import Members, search
+from coslice.plan.search import search
+from coslice.plan.settle import Members
 from coslice.plan.units import Unit
 
 TOLD = 64
@@ -39,21 +40,24 @@ class Grouping:
         self.jobs = [names[unit.job] for unit in self.units]
         self.failed: dict[Members, tuple[float, ...]] = {}
         self.notes: list[str] = []
+        self.alone: list[Members] = []
+        """Units that share with nobody, whatever the others do."""
 
-    def run(self) -> tuple[list[Members], str]:
-        fit, alone = [], []
+    def run(self) -> tuple[list[list[Members]], str]:
+        """The best plans that were found, and how."""
+        fit = []
         for number, unit in enumerate(self.units):
             if why := rules.unfit(unit, self.cluster):
                 self.notes.append(f"{unit.label} {why}")
-                alone.append(number)
+                self.alone.append((number,))
             elif not self._shares(unit):
-                alone.append(number)
+                self.alone.append((number,))
             else:
                 fit.append(number)
         price = self._price([(unit,) for unit in fit], {})
         asked = promising(self.table, fit, may=self._may, max_jobs=self.max_jobs)
         if asked is not None:
-            groups, method = self._exactly(fit, asked, price), "exact"
+            plans, method = [self._exactly(fit, asked, price)], "exact"
         else:
             found = search(
                 self.table,
@@ -63,11 +67,12 @@ class Grouping:
                 price=price,
                 deadline=self.began + self.budget,
                 seed=self.seed,
+                beside=(sum(map(self._alone, self.alone)), sum(map(self._weight, self.alone))),
             )
-            groups = found.groups
+            plans = list(found.plans)
             self.failed.update(found.refused)
             method = f"searched: {found.edges} mergers predicted, {found.moves} moves improved it"
-        return sorted(groups + [(unit,) for unit in alone]), method
+        return [sorted(groups + self.alone) for groups in plans], method
 
     def _shares(self, unit: Unit) -> bool:
         return not self.share or unit.pool in self.share or unit.role in self.share
@@ -101,13 +106,14 @@ class Grouping:
     def _weight(self, group: Members) -> float:
         return max(float(self.table.weight[unit]) for unit in group)
 
+    def _alone(self, group: Members) -> float:
+        return sum(float(self.table.weight[unit] * self.table.duty[unit]) for unit in group)
+
     def _price(self, groups: Sequence[Members], held: dict[Members, float]) -> float:
         """What an accelerator computes on average, now."""
-        total = sum(map(self._weight, groups))
-        done = sum(
-            held.get(group, sum(float(self.table.weight[u] * self.table.duty[u]) for u in group))
-            for group in groups
-        )
+        everybody = [*groups, *self.alone]
+        total = sum(map(self._weight, everybody))
+        done = sum(held[group] if group in held else self._alone(group) for group in everybody)
         return done / total if total else 0.0
 
     def refused(self) -> dict[str, str]:

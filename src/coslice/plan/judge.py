@@ -4,7 +4,7 @@ Where jobs begin relative to each other is chance, and with few regular jobs it 
 keep its bounds when all begin at once, as in ``coslice simulate``, and on average over other starts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,9 @@ class Verdicts:
         self.swap: Floats = np.zeros(groups)
         self.slowdown: Floats = np.zeros((groups, width))
         """The first start's; or the mean over all, less one per cent, if that is larger."""
+
+
+Judge = Callable[[Table, Sequence[Sequence[int]]], Verdicts]
 
 
 def judge_fully(table: Table, groups: Sequence[Sequence[int]]) -> Verdicts:

@@ -13,7 +13,8 @@ from coslice.plan.grouping import Grouping
 from coslice.plan.model import Plan
 from coslice.plan.place import place
 from coslice.plan.policy import choose
-from coslice.plan.tell import groups_told, keep_job_bounds, slowdowns
+from coslice.plan.settle import duty, keep_job_bounds
+from coslice.plan.tell import groups_told, slowdowns, tell
 from coslice.plan.units import CYCLES, Unit, unit_of
 from coslice.profile.model import Profile
 
@@ -45,9 +46,10 @@ def plan(
         )
     table = Table(units)
     grouping = Grouping(table, cluster, max_jobs, set(share), seed, began, budget)
-    groups, method = grouping.run()
-    groups, told = keep_job_bounds(table, groups)
-    chosen = choose(profiles, units, groups, told)
+    plans, method = grouping.run()
+    groups = max((keep_job_bounds(table, one) for one in plans), key=lambda one: duty(table, one))
+    groups.sort()
+    chosen = choose(profiles, units, groups, tell(table, groups))
     told = [one.told for one in chosen]
     detail = place(groups_told(units, groups, told, [one.policy for one in chosen]), cluster)
     weights = [max(units[u].weight for u in group) for group in groups]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from coslice.plan.search import Members
+from coslice.plan.settle import Members
 from coslice.plan.tell import Told
 from coslice.plan.units import Unit
 from coslice.profile.model import Profile
@@ -88,5 +88,9 @@ def _play(some: Sequence[Unit], profiles: Mapping[str, Profile], predicted: Told
         for number, unit in enumerate(some):
             mine = told.jobs.get(unit.job)
             slow[number] = max(slow[number], mine.slowdown if mine is not None else float("inf"))
-    useful = [unit.duty / value for unit, value in zip(some, slow, strict=True)]
+    size = max(unit.weight for unit in some)
+    useful = [
+        unit.duty / value * (unit.weight / size if unit.accelerators else 1.0)
+        for unit, value in zip(some, slow, strict=True)
+    ]
     return Told(tuple(slow), tuple(useful), predicted.swap, predicted.order)

@@ -14,7 +14,8 @@ import rustworkx
 from msgspec import Struct
 
 from coslice.plan.batch import Floats, Ints, Table
-from coslice.plan.judge import Verdicts, judge, judge_finally, judge_fully
+from coslice.plan.judge import judge, judge_finally, judge_fully
+from coslice.plan.settle import Members, settle
 
 BLOCK = 400
 """Groups matched at once: the time grows with more than the square, and partners have similar periods."""
@@ -23,22 +24,23 @@ SPAN = 128
 _ROUNDS, _STARTS, _MOST = 10.0, 1, 64
 _LOAD = 1.02
 """As in ``exact``: a little above the work bound the prediction decides."""
+_BEST = 2
 _TRIES, _LOOKS, _PATIENCE = 300, 24, 12
 """Moves that are tried at once; groups looked at for one unit; rounds without success before it ends."""
 
-Members = tuple[int, ...]
 Allowed = Callable[[Members], bool]
-Judge = Callable[[Table, Sequence[Members]], Verdicts]
 
 
 class Searched(Struct):
-    """``held`` is weighted useful duty; ``refused``: pairs of units that were predicted and failed."""
+    """``held`` is weighted useful duty; ``refused``: pairs of units that were predicted and failed.
+    ``plans``: the best ones, and the one that the local search began with."""
 
     groups: list[Members]
     held: dict[Members, float]
     refused: dict[Members, tuple[float, ...]]
     edges: int = 0
     moves: int = 0
+    plans: Sequence[list[Members]] = ()
 
 
 def search(
@@ -50,9 +52,11 @@ def search(
     price: float,
     deadline: float,
     seed: int,
+    beside: tuple[float, float] = (0.0, 0.0),
 ) -> Searched:
     """``price``: of an accelerator, in useful duty. ``deadline``: of the local search, on ``time.monotonic``;
-    the groups are sound whenever it ends."""
+    the groups are sound whenever it ends, and no worse than those of an earlier end. ``beside``: weighted
+    useful duty and accelerators of those who are alone anyway."""
     held: dict[Members, float] = {(unit,): float(table.weight[unit] * table.duty[unit]) for unit in units}
     found = Searched([(unit,) for unit in units], held, {})
     size = 1
@@ -61,9 +65,8 @@ def search(
     _verify(table, found)
     if _merge(table, found, may, max_jobs, price):  # what verification set free may find others
         _verify(table, found)
-    _local(table, found, may, max_jobs, price, deadline, random.Random(seed))
-    while _verify(table, found, judge_finally):
-        pass  # what is left of a group that failed is judged as well
+    seen = _local(table, found, may, max_jobs, price, deadline, random.Random(seed))
+    found.plans = _best(table, found, seen, beside)
     return found
 
 
@@ -226,38 +229,30 @@ def _estimate(features: _Features, left: Ints, right: Ints) -> Floats:
 # ── making sure, and improving ─────────────────────────────────────────────
 
 
-def _verify(table: Table, found: Searched, judged: Judge = judge_fully) -> bool:
-    """Longer, from several starts. A group that fails loses a member, or falls apart. Was there one?"""
-    groups = [group for group in found.groups if len(group) > 1]
-    if not groups:
-        return False
-    verdicts = judged(table, groups)
-    failed: list[Members] = []
-    for row, group in enumerate(groups):
-        if verdicts.ok[row]:
-            found.held[group] = float(verdicts.held[row])
-        else:
-            failed.append(group)
-            found.refused[group] = tuple(float(x) for x in verdicts.slowdown[row, : len(group)])
-    gone = set(failed)
-    found.groups = [group for group in found.groups if group not in gone]
-    for group in failed:
-        found.groups += _less(table, found, group, judged)
-    return bool(failed)
+def _verify(table: Table, found: Searched) -> None:
+    left = settle(table, found.groups, judge_fully)
+    found.held.update(left.held)
+    found.refused.update(left.refused)
+    found.groups = [part for group in found.groups for part in left.becomes[group]]
 
 
-def _less(table: Table, found: Searched, group: Members, judged: Judge) -> list[Members]:
-    singles: list[Members] = [(unit,) for unit in group]
-    if len(group) == 2:
-        return singles
-    parts = [group[:k] + group[k + 1 :] for k in range(len(group))]
-    verdicts = judged(table, parts)
-    fine = [k for k in range(len(parts)) if verdicts.ok[k]]
-    if not fine:
-        return singles
-    best = max(fine, key=lambda k: float(verdicts.held[k]))
-    found.held[parts[best]] = float(verdicts.held[best])
-    return [parts[best], singles[best]]
+def _best(
+    table: Table, found: Searched, seen: Sequence[list[Members]], beside: tuple[float, float]
+) -> list[list[Members]]:
+    """Of the plans that were seen, each group played in full by now, the best; and the first."""
+    left = settle(table, [group for plan in seen for group in plan], judge_finally)
+    found.held.update(left.held)
+    found.refused.update(left.refused)
+    plans = [[part for group in plan for part in left.becomes[group]] for plan in seen]
+
+    def duty(plan: list[Members]) -> float:
+        held, weight = beside
+        held += sum(found.held[group] for group in plan)
+        return held / (weight + sum(_weight(table, group) for group in plan))
+
+    ranked = sorted(plans, key=duty, reverse=True)
+    best = ranked[:_BEST]
+    return best if plans[0] in best else [*best, plans[0]]
 
 
 def _local(
@@ -268,8 +263,10 @@ def _local(
     price: float,
     deadline: float,
     rng: random.Random,
-) -> None:
-    """Change a few groups where that is worth more; many tries at a time."""
+) -> list[list[Members]]:
+    """Change a few groups where that is worth more; many tries at a time. Returns the plans that came of it,
+    with the first."""
+    seen = [found.groups]
     load = table.duty / table.bound
     idle = 0
     while len(found.groups) > 1 and idle < _PATIENCE and time.monotonic() < deadline:
@@ -294,8 +291,11 @@ def _local(
                 touched |= set(before)
                 added += after
                 found.moves += 1
-        found.groups = [group for group in found.groups if group not in touched] + added
+        if touched:
+            found.groups = [group for group in found.groups if group not in touched] + added
+            seen.append(found.groups)
         idle = 0 if touched else idle + 1
+    return seen
 
 
 Move = tuple[tuple[Members, ...], tuple[Members, ...]]

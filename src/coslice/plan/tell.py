@@ -10,7 +10,7 @@ from coslice.plan.batch import Table
 from coslice.plan.judge import judge_finally
 from coslice.plan.model import Group, Member
 from coslice.plan.predict import predict
-from coslice.plan.search import Members
+from coslice.plan.settle import Members
 from coslice.plan.units import Unit
 
 FEW = 64
@@ -96,26 +96,3 @@ def slowdowns(units: Sequence[Unit], groups: Sequence[Members], told: Sequence[T
         for u, value in zip(group, seen.slowdown, strict=True):
             extra[units[u].job] = extra.get(units[u].job, 0.0) + max(0.0, value - 1.0)
     return {job: 1.0 + value for job, value in extra.items()}
-
-
-def keep_job_bounds(table: Table, groups: list[Members]) -> tuple[list[Members], list[Told]]:
-    """A job whose pools share in several groups waits in each. If that is too much together, the pool that
-    shares for the least leaves its group."""
-    units = table.units
-    pools: dict[str, int] = {}
-    for unit in units:
-        pools[unit.job] = pools.get(unit.job, 0) + 1
-    while True:
-        told = tell(table, groups)
-        slowdown = slowdowns(units, groups, told)
-        over = [
-            (units[u].duty, number, u)
-            for number, group in enumerate(groups)
-            for u in group
-            if len(group) > 1 and pools[units[u].job] > 1 and slowdown[units[u].job] > units[u].max_slowdown
-        ]
-        if not over:
-            return groups, told
-        _, number, leaves = min(over)
-        rest = tuple(u for u in groups[number] if u != leaves)
-        groups = sorted([*groups[:number], *groups[number + 1 :], rest, (leaves,)])
