@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.conftest import COSLICE, ENVIRONMENT, Start, coslice, in_process, run_arguments
 
 from coslice.cli.run import job_environment
+from coslice.errors import ConfigError
 
 SCRIPT = """
 import os, sys
@@ -171,15 +173,35 @@ def test_the_child_that_becomes_the_command_has_no_threads_of_grpc_and_the_users
     assert given == ENVIRONMENT, "what we set for ourselves is not the command's"
 
 
-@pytest.mark.parametrize("within", [False, True], ids=["in a shell", "in another job"])
-def test_what_another_job_was_given_is_not_this_ones(within: bool) -> None:
-    given = {"COSLICE_BACKEND": "cuda", "COSLICE_PROFILE": "{}", "COSLICE_ACCELERATOR_CPUS": "3", "HOME": "/"}
-    base = {**given, "COSLICE_JOB": "a", "COSLICE_INCARNATION": "another"} if within else given
-    made = job_environment(
-        base, job="b", groups=("g",), need=0, world=0, orchestrator="here:1", agent="", cpus=()
-    )
-    assert {name: made[name] for name in given if name in made} == ({"HOME": "/"} if within else given)
-    assert made["COSLICE_INCARNATION"] != "another"
+def job_made(base: dict[str, str], **options: Any) -> dict[str, str]:
+    places: dict[str, Any] = {"groups": ("g",), "need": 0, "world": 0, "orchestrator": "here:1", "agent": ""}
+    return job_environment(base, job="b", **places, **{"cpus": (), **options})
+
+
+def test_a_job_within_another_has_nothing_that_was_set_for_that_and_all_that_people_set() -> None:
+    cuda = {"COSLICE_BACKEND": "cuda", "COSLICE_DEVICE": "cuda"}
+    for own in ({}, {"COSLICE_BACKEND": "engine", "COSLICE_DEVICE": "host", "COSLICE_PROFILE": "mine"}):
+        shell = own | {"COSLICE_ACCELERATOR_CPUS": "7"}
+        alone = job_made(shell)
+        assert {name: alone[name] for name in shell} == shell
+        outer = job_made(shell, moved=cuda, profile="{}", cpus=(3,))
+        given = cuda | {"COSLICE_PROFILE": "{}", "COSLICE_ACCELERATOR_CPUS": "3", "THP_MEM_ALLOC_ENABLE": "1"}
+        assert {name: outer[name] for name in given} == given
+        for around in (outer, job_made(outer, moved=cuda)):
+            inner = job_made(around)
+            assert inner["COSLICE_INCARNATION"] not in (
+                alone["COSLICE_INCARNATION"],
+                outer["COSLICE_INCARNATION"],
+            )
+            assert inner | {"COSLICE_INCARNATION": ""} == alone | {"COSLICE_INCARNATION": ""}
+        script = outer | {"COSLICE_BACKEND": "tpu", "COSLICE_PROFILE": "other"}
+        inner = job_made(script)
+        assert (inner["COSLICE_BACKEND"], inner["COSLICE_PROFILE"]) == ("tpu", "other")
+
+
+def test_what_another_run_set_is_not_guessed_at() -> None:
+    with pytest.raises(ConfigError, match=r"COSLICE_RUN_GAVE .*: unset it"):
+        job_made({"COSLICE_RUN_GAVE": "[]"})
 
 
 def test_memory_for_one_job_and_the_disk_behind_it_are_options(up: Start, tmp_path: Path) -> None:

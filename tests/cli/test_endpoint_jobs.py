@@ -64,13 +64,17 @@ def test_two_servers_take_turns_and_answer_as_before(up: Start) -> None:
 
 def test_run_with_an_endpoint_stands_for_the_server_that_the_command_starts(up: Start) -> None:
     served = up()
-    script = "import os; print(os.environ['COSLICE_BACKEND'])"
-    command = run_arguments(served, "a", sys.executable, "-c", script)
+    script = "import os, subprocess, sys; print(os.environ['COSLICE_BACKEND'], flush=True)\n"
+    script += "os.environ['COSLICE_PROFILE'] = 'of its own'; sys.exit(subprocess.call(sys.argv[1:]))"
+    seen = "import os; print(*map(os.environ.get, ('COSLICE_JOB', 'COSLICE_BACKEND', 'COSLICE_PROFILE')))"
+    within = (*COSLICE, *run_arguments(served, "b", sys.executable, "-c", seen))
+    command = run_arguments(served, "a", sys.executable, "-c", script, *within)
     at = command.index("--")
     urls = ["--endpoint", "http://127.0.0.1:8000", "--endpoint", "http://127.0.0.1:8001"]
     result = coslice(*command[:at], *urls, *command[at:])
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "app_endpoint:url=http://127.0.0.1:8000 http://127.0.0.1:8001"
+    urls_told = "app_endpoint:url=http://127.0.0.1:8000 http://127.0.0.1:8001"
+    assert result.stdout.splitlines() == [urls_told, "b None of its own"]
     refused = coslice(*command[:at], "--endpoint", "http://10.0.0.7:8000", *command[at:])
     assert refused.returncode == 2
     assert "its own loopback only" in refused.stderr

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import msgspec
 
 from coslice.cli.rpc import agent_status, group_status
 from coslice.core.ids import check_name
@@ -24,7 +25,8 @@ from coslice.sizes import format_size, parse_size
 from coslice.tied import tie
 from coslice.wire.v1 import coslice_pb2 as pb
 
-_OF_ONE_JOB = ("COSLICE_BACKEND", "COSLICE_DEVICE", "COSLICE_PROFILE", "COSLICE_ACCELERATOR_CPUS")
+_GIVEN = "COSLICE_RUN_GAVE"
+"""What a ``coslice run`` set that people set too, and what was there before: one within takes it back."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def run_job(options: RunOptions) -> int:
             file=sys.stderr,
         )
     _refuse_if_too_big(need, groups, node)
+    cpus = _accelerator_cpus(node, groups)
     environment = job_environment(
         options.environment,
         job=job,
@@ -77,12 +80,12 @@ def run_job(options: RunOptions) -> int:
         orchestrator=options.orchestrator,
         agent=options.agent if node is not None else "",
         node=node.node if node is not None else "",
-        cpus=_accelerator_cpus(node, groups),
+        profile=_profile(options.profile) if options.profile is not None else "",
+        moved=_moved(options.backend, node, groups),
+        cpus=cpus,
     )
-    if options.profile is not None:
-        environment["COSLICE_PROFILE"] = _profile(options.profile)
-    with _launched(options.backend, node, environment):
-        code = _supervise(command, environment, _host_cpus(_accelerator_cpus(node, groups)))
+    with _launched(options.backend, environment):
+        code = _supervise(command, environment, _host_cpus(cpus))
     if code == 128 + signal.SIGKILL:
         _say_who_killed(job, options.agent)
     return code
@@ -100,10 +103,18 @@ def _profile(path: Path) -> str:
     return encode_profile(brief_profile(found[0])).decode()
 
 
+def _moved(backend: str, node: pb.GetNodeStatusResponse | None, groups: tuple[str, ...]) -> dict[str, str]:
+    """Raises ``ConfigError`` where nobody could move it."""
+    if not backend:
+        return {}
+    if node is None:
+        raise ConfigError(f"--backend {backend} needs the agent of this node: start `coslice up` first")
+    kinds = {device.accelerator for device in node.devices if device.group in groups}
+    return {"COSLICE_BACKEND": backend, "COSLICE_DEVICE": kinds.pop() if len(kinds) == 1 else "host"}
+
+
 @contextmanager
-def _launched(
-    backend: str, node: pb.GetNodeStatusResponse | None, environment: dict[str, str]
-) -> Iterator[None]:
+def _launched(backend: str, environment: Mapping[str, str]) -> Iterator[None]:
     """While the command runs, this process stands for it with the agent: its children are the job's.
 
     Only for backends that move processes as they are. Raises ``CosliceError`` if the agent refuses.
@@ -111,12 +122,6 @@ def _launched(
     if not backend:
         yield
         return
-    if node is None:
-        raise ConfigError(f"--backend {backend} needs the agent of this node: start `coslice up` first")
-    groups = environment["COSLICE_GROUP"].split(",")
-    kinds = {device.accelerator for device in node.devices if device.group in groups}
-    environment["COSLICE_BACKEND"] = backend
-    environment["COSLICE_DEVICE"] = kinds.pop() if len(kinds) == 1 else "host"
     from coslice import workload
 
     handle = workload.register(on_snapshot=_nothing, on_restore=_nothing, for_children=True, env=environment)
@@ -139,14 +144,16 @@ def job_environment(
     orchestrator: str,
     agent: str,
     node: str = "",
+    profile: str = "",
+    moved: Mapping[str, str] | None = None,
     cpus: tuple[int, ...],
 ) -> dict[str, str]:
-    """The environment of a job's processes: ``base`` plus the variables that make it a job."""
-    environment = dict(base)
-    if "COSLICE_JOB" in base and "COSLICE_INCARNATION" in base:  # a job starts another: nothing is shared
-        for name in _OF_ONE_JOB:
-            environment.pop(name, None)
-    environment |= {
+    """The environment of a job's processes: ``base`` plus the variables that make it a job.
+
+    ``base`` may be another job's: what its own ``coslice run`` gave it (``_GIVEN``) is not this one's. What
+    people set themselves stays, unless an option says otherwise.
+    """
+    environment = _without_given(base) | {
         "COSLICE_ORCHESTRATOR": orchestrator,
         "COSLICE_JOB": job,
         "COSLICE_GROUP": ",".join(groups),
@@ -158,10 +165,32 @@ def job_environment(
         environment.pop(name, None)
         if value:
             environment[name] = value
+    given = dict(moved or {})
+    if profile:
+        given["COSLICE_PROFILE"] = profile
     if cpus:
-        environment["COSLICE_ACCELERATOR_CPUS"] = ",".join(map(str, cpus))
+        given["COSLICE_ACCELERATOR_CPUS"] = ",".join(map(str, cpus))
         # Huge pages make the way back in cheaper: 2 MiB instead of 4 KiB per page fault.
-        environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        given["THP_MEM_ALLOC_ENABLE"] = environment.get("THP_MEM_ALLOC_ENABLE", "1")
+    if given:
+        environment[_GIVEN] = msgspec.json.encode(
+            {name: (given[name], environment.get(name)) for name in given}
+        ).decode()
+    return environment | given
+
+
+def _without_given(base: Mapping[str, str]) -> dict[str, str]:
+    """As it was before another ``coslice run`` gave it something. What was set anew since then stays."""
+    environment = dict(base)
+    try:
+        given = msgspec.json.decode(environment.pop(_GIVEN, "{}"), type=dict[str, tuple[str, str | None]])
+    except msgspec.MsgspecError:
+        raise ConfigError(f"{_GIVEN} is not as `coslice run` wrote it: unset it") from None
+    for name, (value, before) in given.items():
+        if environment.get(name) == value:
+            environment.pop(name)
+            if before is not None:
+                environment[name] = before
     return environment
 
 
