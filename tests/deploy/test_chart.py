@@ -14,7 +14,7 @@ from deploy.test_values import ETCD, GIVEN, MONITOR, SQLITE
 from coslice.agent.config import AgentConfig
 from coslice.agent.topology.place import KUBERNETES
 from coslice.cli.main import app
-from coslice.cli.settings import parse_settings
+from coslice.cli.settings import applied, parse_settings
 from coslice.orchestrator.config import OrchestratorConfig
 from coslice.security.listening import make_tls
 from coslice.security.tokens import read_keys
@@ -148,6 +148,74 @@ def test_each_node_has_the_key_of_its_own_name_only(given: dict[str, Any]) -> No
     assert len({agent["metadata"]["name"] for agent in agents}) == len(mounted) == len(nodes)
     (monitored,) = rendered.of("PodMonitor")["spec"]["podMetricsEndpoints"]
     assert monitored["tlsConfig"]["ca"]["secret"]["name"].endswith(("agent-node-1-tls", "a-tls-node-1"))
+
+
+@pytest.mark.parametrize("release", ["1e5", "0.rl", "a" * 53, "n" * 29 + "-b.c"])
+def test_any_name_of_a_release_and_of_its_namespace_makes_objects_that_are_valid(release: str) -> None:
+    rendered = Rendered(run("template", release, str(CHART), "--namespace", "42", **MONITOR))
+    for thing in rendered.objects:
+        if thing["kind"] not in CRDS:
+            kubernetes_validate.validate(thing, VERSIONS[0], strict=True)
+        if thing["kind"] == "Service":
+            assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", thing["metadata"]["name"])
+    assert (
+        rendered.workload("agent")["spec"]["selector"]["matchLabels"]["app.kubernetes.io/instance"] == release
+    )
+    assert all(len(thing["metadata"]["name"]) <= 63 for thing in rendered.objects)
+    _check_commands(rendered)
+
+
+def test_large_and_small_numbers_of_a_file_are_what_was_written() -> None:
+    """As YAML and JSON have them; Helm would print them as 1e+08."""
+    rendered = render(
+        **{
+            "agent.runAsUser": 1000650000,
+            "orchestrator.settings": {
+                "journal_max_bytes": 100000000,
+                "confirm_timeout": 0.00005,
+                "max_hold": "2h",
+            },
+            "orchestrator.leaderTtl": 1500000,
+            "dra.claims": [{"name": "x", "count": 1000000}],
+        }
+    )
+    kubernetes_validate.validate(rendered.workload("agent"), VERSIONS[0], strict=True)
+    kubernetes_validate.validate(rendered.of("ResourceClaim"), VERSIONS[0], strict=True)
+    settings = parse_settings(
+        [arg.removeprefix("--set=") for arg in rendered.args("orchestrator") if arg.startswith("--set=")],
+        OrchestratorConfig,
+    )
+    config = applied(OrchestratorConfig(), settings)
+    assert (config.journal_max_bytes, config.confirm_timeout, config.max_hold) == (10**8, 0.00005, 7200.0)
+    assert "--leader-ttl=1500000" in rendered.args("orchestrator")
+
+
+@pytest.mark.parametrize(
+    ("image", "pulled"),
+    [
+        ("r.example:5000/coslice", "r.example:5000/coslice:v9"),
+        ("r.example:5000/coslice:v1", "r.example:5000/coslice:v1"),
+        ("r/coslice@sha256:" + "a" * 64, "r/coslice@sha256:" + "a" * 64),
+    ],
+)
+def test_an_image_may_say_its_own_tag_or_digest(image: str, pulled: str) -> None:
+    rendered = render(**{"image.agent": image, "image.orchestrator": image, "image.tag": "v9"})
+    assert {rendered.container(part)["image"] for part in ("agent", "orchestrator")} == {pulled}
+
+
+def test_those_that_stand_by_may_watch_the_leader() -> None:
+    """At the address that it advertises, from their own pods."""
+    (port,) = {arg.rpartition(":")[2] for arg in default().args("orchestrator") if "--advertise=" in arg}
+    (name,) = {
+        p["name"] for p in default().container("orchestrator")["ports"] if p["containerPort"] == int(port)
+    }
+    labels = default().workload("orchestrator")["spec"]["selector"]["matchLabels"]
+    rules = default().of("NetworkPolicy", "-orchestrator")["spec"]["ingress"]
+    assert any(
+        {"podSelector": {"matchLabels": labels}} in rule["from"]
+        and {"port": name, "protocol": "TCP"} in rule["ports"]
+        for rule in rules
+    )
 
 
 def test_nobody_is_privileged() -> None:

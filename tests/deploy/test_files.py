@@ -1,5 +1,6 @@
 """Units, Slurm scripts and images: what their tools find wrong, and whether coslice takes their commands."""
 
+import configparser
 import os
 import re
 import shlex
@@ -192,6 +193,15 @@ def test_units_are_what_systemd_takes(file: Path) -> None:
         ("systemd-analyze", "verify", str(file)), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("file", UNITS, ids=lambda file: str(file.name))
+def test_units_come_back_however_often_they_end(file: Path) -> None:
+    """systemd gives up a unit that fails five times in ten seconds, unless it is told not to."""
+    unit = configparser.RawConfigParser(strict=False)
+    unit.read_string(re.sub(r"\\\n\s*", " ", file.read_text()))
+    assert (unit["Unit"]["StartLimitIntervalSec"], unit["Service"]["Restart"]) == ("0", "always")
+    assert unit["Service"]["ExecReload"] == "/bin/kill -HUP $MAINPID"
 
 
 @pytest.mark.helm

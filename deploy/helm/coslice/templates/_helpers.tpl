@@ -1,10 +1,18 @@
+{{- /* Of a service too, so: letters, digits and "-", beginning with a letter. Releases may have dots. */ -}}
 {{- define "coslice.name" -}}
-{{- if contains "coslice" .Release.Name }}{{ .Release.Name | trunc 30 | trimSuffix "-" }}{{ else }}{{ printf "%s-coslice" .Release.Name | trunc 30 | trimSuffix "-" }}{{ end }}
+{{- $name := regexReplaceAll "^([0-9])" (replace "." "-" .Release.Name) "r${1}" -}}
+{{- if not (contains "coslice" $name) }}{{ $name = printf "%s-coslice" $name }}{{ end -}}
+{{ regexReplaceAll "-+$" (trunc 30 $name) "" }}
+{{- end }}
+
+{{- /* A number as it was written: Helm has those of a file as floats, and prints them as 1e+08. */ -}}
+{{- define "coslice.number" -}}
+{{ toJson . }}
 {{- end }}
 
 {{- define "coslice.labels" -}}
 app.kubernetes.io/name: coslice
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
@@ -14,12 +22,16 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "coslice.selector" -}}
 {{- $top := index . 0 -}}
 app.kubernetes.io/name: coslice
-app.kubernetes.io/instance: {{ $top.Release.Name }}
+app.kubernetes.io/instance: {{ $top.Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
-{{- define "coslice.tag" -}}
-{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- /* Of a part: (list . "agent"). A name that says which one, by digest or by a tag of its own, is taken as it is. */ -}}
+{{- define "coslice.image" -}}
+{{- with index . 0 -}}
+{{- $image := index .Values.image (index $ 1) -}}
+{{ $image }}{{ if not (regexMatch "@|:[^/]+$" $image) }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
+{{- end }}
 {{- end }}
 
 {{- define "coslice.peers" -}}
@@ -70,7 +82,7 @@ etcd://{{ join "," $store.etcd.endpoints }}/{{ $prefix }}
 
 {{- define "coslice.settings" -}}
 {{- range $name, $value := . }}
-- {{ printf "--set=%s=%v" $name $value | quote }}
+- {{ printf "--set=%s=%s" $name (ternary $value (include "coslice.number" $value) (kindIs "string" $value)) | quote }}
 {{- end }}
 {{- end }}
 
