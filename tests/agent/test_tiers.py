@@ -19,6 +19,7 @@ from coslice.agent.members import Member, OpenChannel
 from coslice.agent.tiers import disk as disk_module
 from coslice.agent.tiers.disk import BLOCK, SUFFIX, Damaged, DiskTier, NoDisk
 from coslice.agent.tiers.host import HostBuffers, NoHostMemory
+from coslice.errors import ConfigError
 from coslice.wire.v1 import coslice_pb2 as pb
 
 SIZE = 3 * BLOCK + 12_345
@@ -82,6 +83,16 @@ async def test_a_torn_write_is_refused(tmp_path: Path, memory: int, cut: int) ->
         await tier.read("g/a/1", memory)
     assert DiskTier(tmp_path, 10 * MIB).names() == []  # and a new agent does not take it for state
     assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("suffix", [SUFFIX, disk_module.UNFINISHED])
+def test_what_cannot_be_removed_from_the_folder_is_told_with_the_folder_and_what_to_do(
+    tmp_path: Path, suffix: str
+) -> None:
+    left = tmp_path / f"left{suffix}"
+    left.mkdir()  # cannot be removed as a file, whoever we are; as on a disk that is read-only
+    with pytest.raises(ConfigError, match=f"cannot use {tmp_path}, .*{left}: Is a directory.*--disk-dir"):
+        DiskTier(tmp_path, 10 * MIB)
 
 
 async def test_blocks_written_in_the_wrong_order_are_refused(tmp_path: Path, memory: int) -> None:

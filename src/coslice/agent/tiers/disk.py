@@ -21,6 +21,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from coslice.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 BLOCK = 1 << 20
@@ -42,16 +44,23 @@ class DiskTier:
     """Files by name (``Member.buffer``). Calls of one name must not overlap; all run on the loop."""
 
     def __init__(self, folder: Path, budget: int) -> None:
-        """``folder``: exists, and is ours alone. Files that an earlier agent left there are found."""
+        """``folder``: exists, and is ours alone. Files that an earlier agent left there are found; raises
+        ``ConfigError`` if one that is not whole cannot be removed."""
         self.folder, self.budget = folder, budget
         self._sizes: dict[str, int] = {}
         self._left: set[Path] = set()
         """Files that could not be removed. They mean nothing, and the next agent must not find them."""
-        for path in sorted(folder.iterdir()):
-            if path.suffix == UNFINISHED:
-                path.unlink()
-            elif path.suffix == SUFFIX:
-                self._find(path)
+        try:
+            for path in sorted(folder.iterdir()):
+                if path.suffix == UNFINISHED:
+                    path.unlink()
+                elif path.suffix == SUFFIX:
+                    self._find(path)
+        except OSError as error:
+            raise ConfigError(
+                f"the disk tier cannot use {folder}, because what was left there cannot be removed "
+                f"({error.filename}: {error.strerror}): remove it, or name another folder (--disk-dir)"
+            ) from None
 
     @property
     def used(self) -> int:
