@@ -1,5 +1,6 @@
 """SIGHUP: files that a server checks callers with are read again while it runs. Real processes."""
 
+import asyncio
 import fcntl
 import json
 import os
@@ -15,9 +16,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coslice.cli.serving import Serving, follow
 from coslice.errors import ConfigError
 from coslice.security.credentials import Credentials
-from coslice.security.listening import Tls
+from coslice.security.listening import Security, Tls
 from coslice.security.served import Served
 from coslice.security.tokens import READ, create_secret, mint, read_keys
 from coslice.wire.v1 import coslice_pb2 as pb
@@ -142,3 +144,52 @@ def test_it_ends_with_its_terminal(tmp_path: Path) -> None:
         if process.poll() is None:
             process.kill()
         process.wait()
+
+
+class _Reads:
+    """A part that takes the secret as it is then, or not."""
+
+    def __init__(self, secret: Path) -> None:
+        self.secret, self.read, self.tried = secret, asyncio.Queue[bytes](), asyncio.Queue[bytes]()
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def reload(self) -> tuple[str, ...]:
+        content = self.secret.read_bytes()
+        self.tried.put_nowait(content)
+        if content == b"broken":
+            raise ConfigError("no token secret")
+        self.read.put_nowait(content)
+        return ("token secret",)
+
+
+async def test_a_secret_that_is_replaced_is_read_again_without_a_signal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a kubelet does it: the folder that a link points to becomes another. One that cannot be used, or is
+    gone for a while, changes nothing, and the next one is read."""
+
+    def renew(name: str) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "secret").write_text(name)
+        (tmp_path / "new").symlink_to(name)
+        (tmp_path / "new").rename(tmp_path / "data")
+
+    renew("first")
+    secret = tmp_path / "secret"
+    secret.symlink_to("data/secret")
+    part = _Reads(secret)
+    files = Security(token_secret=str(secret)).files()
+    following = asyncio.create_task(follow(Serving((), (part,), None, files), asyncio.Lock(), look_s=0.005))
+    try:
+        async with asyncio.timeout(BOUND):
+            assert await part.tried.get() == b"first"
+            for name in ("second", "broken", "third"):
+                renew(name)
+                assert await part.tried.get() == name.encode()
+        assert [part.read.get_nowait() for _ in range(3)] == [b"first", b"second", b"third"]
+        assert "nothing is changed: no token secret" in caplog.text
+    finally:
+        following.cancel()

@@ -47,6 +47,8 @@ class Serving(NamedTuple):
     parts: Sequence[Part]
     """All that are told to read their files again."""
     groups: GroupsFile | Policies | None = None
+    files: Sequence[str] = ()
+    """Secrets and certificates: replaced, they are read again."""
 
 
 class StateDir:
@@ -133,7 +135,8 @@ def run_until_signal(serve: Callable[[AsyncExitStack], Awaitable[Serving]]) -> N
             if serving.done() and not serving.cancelled():
                 files.append(serving.result())
                 one_at_a_time.release()
-                await _first(stop.wait(), *(app.wait() for app in serving.result().apps))
+                ends = [app.wait() for app in serving.result().apps]
+                await _first(stop.wait(), *ends, follow(serving.result(), one_at_a_time))
             if console.is_terminal:  # where it is a log, only log lines go
                 console.print("stopping …", style="dim")
 
@@ -165,11 +168,8 @@ def _terminal() -> bool:
 async def _reload(files: Sequence[Serving], one_at_a_time: asyncio.Lock) -> None:
     """``one_at_a_time`` is held while it starts."""
     async with one_at_a_time:
-        try:
-            parts = [part for serving in files for part in serving.parts]
-            changed = list(dict.fromkeys(name for part in parts for name in part.reload()))
-        except ConfigError as error:
-            log.error("SIGHUP: nothing is changed: %s", error)
+        changed = _reread([part for serving in files for part in serving.parts], "SIGHUP")
+        if changed is None:
             return
         said = ", ".join(changed) or "token secret and certificates are as before"
         for groups in (serving.groups for serving in files if serving.groups is not None):
@@ -179,6 +179,41 @@ async def _reload(files: Sequence[Serving], one_at_a_time: asyncio.Lock) -> None
             except ConfigError as error:
                 log.error("SIGHUP: groups are as before: %s", error)
         log.warning("SIGHUP: read again: %s. Options and settings need a restart", said)
+
+
+def _reread(parts: Sequence[Part], why: str) -> list[str] | None:
+    """What changed; None: something cannot be used, which is logged, and nothing did."""
+    try:
+        return list(dict.fromkeys(name for part in parts for name in part.reload()))
+    except ConfigError as error:
+        log.error("%s: nothing is changed: %s", why, error)
+        return None
+
+
+async def follow(serving: Serving, one_at_a_time: asyncio.Lock, *, look_s: float = 30.0) -> None:
+    """Secrets and certificates that are renewed where they are. Never returns."""
+    seen: list[tuple[int, ...]] = []  # the first look reads them: they may be other than when it started
+    while serving.files:
+        await asyncio.sleep(look_s)  # a kubelet that replaces the files of a secret tells nobody
+        if (now := await asyncio.to_thread(_marks, serving.files)) == seen:
+            continue
+        seen = now
+        async with one_at_a_time:
+            if changed := _reread(serving.parts, "files have changed"):
+                log.warning("files have changed: read again: %s", ", ".join(changed))
+    await asyncio.Event().wait()
+
+
+def _marks(files: Sequence[str]) -> list[tuple[int, ...]]:
+    """What is other once a file was replaced or written; a missing one has none."""
+    marks: list[tuple[int, ...]] = []
+    for file in files:
+        try:
+            found = os.stat(file)
+            marks.append((found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size))
+        except OSError:
+            marks.append(())
+    return marks
 
 
 def say(as_json: bool, data: dict[str, object], text: str) -> None:

@@ -81,6 +81,7 @@ def run_up(options: UpOptions) -> None:
                 (orchestrator, agent),
                 (*sight.parts(), orchestrator, own, agent),
                 _groups_file(options, agent, orchestrator, policy),
+                options.security.files(),
             )
 
         run_until_signal(serve)
@@ -144,7 +145,7 @@ def run_orchestrator(
             policies = None
             if groups_file is not None:
                 policies = Policies(groups_file, orchestrator=app, configs=configs)
-            return Serving((app,), (*sight.parts(), app), policies)
+            return Serving((app,), (*sight.parts(), app), policies, security.files())
 
         run_until_signal(serve)
 
@@ -175,7 +176,8 @@ def run_agent(options: UpOptions) -> None:
                 f"{'moving state on request' if options.direct else f'dialling {options.listen}'}"
                 f"{sight.text()}{elsewhere}",
             )
-            return Serving((agent,), (*sight.parts(), agent), _groups_file(options, agent))
+            files = options.security.files()
+            return Serving((agent,), (*sight.parts(), agent), _groups_file(options, agent), files)
 
         run_until_signal(serve)
 

@@ -30,6 +30,10 @@ class Security:
     insecure: bool = False
     """Listen beyond loopback without TLS or tokens: whoever reaches the port does what he wants."""
 
+    def files(self) -> tuple[str, ...]:
+        tls = () if self.tls is None else (self.tls.cert, self.tls.key, self.tls.ca)
+        return tls if self.token_secret is None else (*tls, self.token_secret)
+
 
 LOCAL_ONLY = Security()
 
