@@ -10,6 +10,7 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection, forkserver
 from multiprocessing.reduction import DupFd
@@ -18,19 +19,22 @@ from typing import IO, Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["loaded"])
+_starting = threading.Lock()
+"""Processes are started from several threads, and the environment is everybody's."""
 
 
 def context() -> multiprocessing.context.ForkServerContext:
     """Its server runs: it looks for modules on PYTHONPATH only, and says nothing if there are none."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+    with _starting:
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
+        try:
+            forkserver.ensure_running()
+        finally:
+            if before is None:
+                del os.environ["PYTHONPATH"]
+            else:
+                os.environ["PYTHONPATH"] = before
     return _CONTEXT
 
 

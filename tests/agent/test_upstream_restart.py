@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from agent.conftest import MIB, PATIENCE, Node
 from agent.test_upstream import SIZE, Caller, workload
+from ports import Kept
 
 from coslice.wire.upstream import snapshot_agent_pb2 as up
 
@@ -18,7 +19,8 @@ class Killable:
     """An agent in a process of its own, always at one address; stands where a test's node has its agent."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.address = folder, "127.0.0.1:0"
+        self._place = Kept()
+        self.folder, self.address = folder, self._place.address
         self.process: Any = None
 
     async def start(self) -> None:

@@ -24,10 +24,11 @@ def say(**facts: object) -> None:
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
+    """Without a copy, which the agent would count as state on the device."""
     total = hashlib.sha256()
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        total.update(ctypes.string_at(storage.data_ptr(), storage.nbytes()))
+        total.update((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
     return total.hexdigest()
 
 

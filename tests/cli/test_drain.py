@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cli.conftest import COSLICE, ENVIRONMENT, in_process
 from client.waiting import wait_for
+from ports import Kept
 
 import coslice
 from coslice.cli.rpc import orchestrator
@@ -23,7 +24,8 @@ class Cluster:
     """An orchestrator and one agent, each a process of its own."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.address, self.monkeypatch = folder, "127.0.0.1:0", monkeypatch
+        self._place = Kept()
+        self.folder, self.address, self.monkeypatch = folder, self._place.address, monkeypatch
         self.started: list[subprocess.Popen[str]] = []
 
     def orchestrator(self) -> "subprocess.Popen[str]":

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import grpc
+from ports import Kept
 
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as pb_grpc
@@ -52,7 +53,8 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
         """Groups of a request, in the order in which they are taken."""
         self._streams: dict[str, SimpleQueue[pb.ServerMessage | None]] = {}
         self._server: grpc.Server | None = None
-        self.port = 0
+        self._place = Kept()
+        self.port = self._place.port
 
     # ── up and down ────────────────────────────────────────────────────────
 
@@ -66,7 +68,7 @@ class FakeOrchestrator(pb_grpc.OrchestratorServicer):
             options=[("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)],
         )
         pb_grpc.add_OrchestratorServicer_to_server(self, server)
-        self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+        server.add_insecure_port(self.address)
         server.start()
         self._server = server
         return self

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from client.fake_server import BOUND
 from client.waiting import in_thread, wait_for
+from ports import Kept
 
 import coslice
 from coslice import errors
@@ -35,9 +35,10 @@ SCRIPT = """
 
 
 class Orchestrator:
-    def __init__(self, port: int, store: Path) -> None:
-        self.address = f"127.0.0.1:{port}"
-        self._command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(port), str(store)]
+    def __init__(self, store: Path) -> None:
+        self._place = Kept()
+        self.address = self._place.address
+        self._command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(self._place.port), str(store)]
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -56,10 +57,7 @@ class Orchestrator:
 
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[Orchestrator]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    orchestrator = Orchestrator(port, tmp_path / "coslice.db")
+    orchestrator = Orchestrator(tmp_path / "coslice.db")
     orchestrator.start()
     yield orchestrator
     orchestrator.kill()

@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 from forked import Forked
+from ports import Kept
 
 from coslice.wire.v1 import coslice_pb2 as pb
 from coslice.wire.v1 import coslice_pb2_grpc as rpc
@@ -141,12 +142,18 @@ class Cluster:
         self.folder = folder
         self.address = ""
         self.agents: dict[str, str] = {}
+        self._places: list[Kept] = []
         self._processes: list[Process] = []
         self._commands: dict[str, list[str]] = {}
 
+    def _place(self) -> str:
+        """Of a server that may be started again: nobody else's meanwhile."""
+        self._places.append(Kept())
+        return self._places[-1].address
+
     def orchestrator(self, **settings: object) -> Process:
         """``settings``: of ``OrchestratorConfig``; none: ``coslice orchestrator`` as users start it."""
-        listen = self.address or "127.0.0.1:0"
+        listen = self.address or self._place()
         if settings:
             config = {"listen": listen, "store": str(self.folder / "orchestrator.db"), **settings}
             command = ["serve.py", "orchestrator", json.dumps(config)]
@@ -158,7 +165,7 @@ class Cluster:
 
     def agent(self, node: str = "n1", group: str = "pool", **settings: object) -> Process:
         """A host accelerator with room for one job's state. ``settings``: of ``AgentConfig``."""
-        listen = self.agents.get(node, "127.0.0.1:0")
+        listen = self.agents.get(node) or self._place()
         folder = self.folder / node
         if settings:
             config = {

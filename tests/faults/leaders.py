@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 from faults.cluster import BOUND, Process
+from ports import Kept
 
 from coslice.client.aio import AsyncClient
 from coslice.testing.fake_agent import FakeAgent
@@ -26,8 +27,12 @@ class Orchestrators:
     def __init__(self, folder: Path, store: str, *, ttl: float, **settings: object) -> None:
         self.folder, self._store, self._ttl, self._settings = folder, store, ttl, settings
         self.processes: dict[str, Process] = {}
+        self._places: list[Kept] = []
 
-    def start(self, listen: str = "127.0.0.1:0") -> str:
+    def start(self, listen: str = "") -> str:
+        if not listen:
+            self._places.append(Kept())
+            listen = self._places[-1].address
         config = {"listen": listen, "store": self._store, "leader_ttl": self._ttl, **self._settings}
         command = ["serve.py", "orchestrator", json.dumps(config)]
         process = Process(command, self.folder / f"orchestrator-{len(self.processes)}.log")

@@ -3,12 +3,12 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import httpx
+from ports import Kept
 
 BOUND = 60.0
 
@@ -16,12 +16,9 @@ BOUND = 60.0
 class EtcdServer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.port, self._peer = _free_port(), _free_port()
+        self._place, self._peer = Kept(), Kept()
+        self.address = self._place.address
         self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
 
     def location(self, prefix: str = "test") -> str:
         return f"etcd://{self.address}/{prefix}"
@@ -30,7 +27,7 @@ class EtcdServer:
         binary = shutil.which("etcd")
         assert binary, "these tests need etcd: apt-get install etcd-server (make test-etcd does)"
         self._folder.mkdir(exist_ok=True)
-        client, peer = f"http://{self.address}", f"http://127.0.0.1:{self._peer}"
+        client, peer = f"http://{self.address}", f"http://{self._peer.address}"
         flags = ["--name", "t", "--data-dir", str(self._folder / "data"), "--initial-cluster", f"t={peer}"]
         flags += ["--listen-client-urls", client, "--advertise-client-urls", client]
         flags += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
@@ -71,10 +68,3 @@ class EtcdServer:
             self.process.kill()
             self.process.wait(BOUND)
             self.process = None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
