@@ -7,7 +7,7 @@ the first N moves), ``--die`` (exits on the first MoveOut), ``--slow S`` (answer
 seconds), ``--hold`` (answers none before it is told ``go``), ``--keep N`` (so much of what it gave back is
 kept by its allocator, and used again on MoveIn), ``--refuse-back`` (MoveIn fails). Commands arrive as lines
 on stdin: ``grow N``, ``use N`` (anonymous memory that is not state), ``drop``, ``reconnect``, ``check``,
-``busy N``, ``go``. Facts go out as JSON lines on stdout.
+``busy N``, ``go``, ``free`` (its state), ``close`` (its channel, and live on). Facts go out as JSON lines.
 """
 
 import argparse
@@ -60,12 +60,13 @@ class Workload:
         self.fd = -1
         self.call: grpc.Call | None = None
         self.restart = threading.Event()
-        self.went = threading.Event()
+        self.went, self.open = threading.Event(), threading.Event()
+        self.open.set()
 
     def run(self) -> None:
         threading.Thread(target=self.commands, daemon=True).start()
         pause = threading.Event()
-        while True:
+        while self.open.wait():
             self.restart.clear()
             try:
                 self.serve()
@@ -224,7 +225,12 @@ class Workload:
                 self.size += int(rest)
                 self.state = fill(self.size, self.seed)
                 self.outgoing.put(pb.WorkloadMessage(resized=pb.Resized(state_bytes=self.size)))
-            elif word == "reconnect" and self.call is not None:
+            elif word == "free" and self.state is not None:
+                self.state.close()
+                self.state = None
+            elif word in ("reconnect", "close") and self.call is not None:
+                if word == "close":
+                    self.open.clear()
                 self.call.cancel()
             say(event="did", word=word)
         os._exit(0)  # the test is over

@@ -5,7 +5,8 @@ Run it as a script. Its state is anonymous memory; on a snapshot it copies it in
 It is strict: a snapshot of what is away, or a restore of what is here, ends it. Misbehaviour: ``--lie`` (says
 ok, frees nothing), ``--fail`` (says that it failed), ``--slow S``, ``--hold`` (answers no snapshot before it
 is told ``go``), ``--hold-back`` (nor a restore), ``--late`` (has no state before it is told ``fill``).
-Commands arrive as lines on stdin: ``check``, ``go``, ``fill``, ``drop`` (the stream). Facts go out as JSON
+Commands arrive as lines on stdin: ``check``, ``go``, ``fill``, ``free`` (its state), ``drop`` (the stream),
+``close`` (it for good, as ``handle.close()`` does, and live on), ``open`` (it again). Facts go out as JSON
 lines.
 """
 
@@ -28,7 +29,8 @@ from coslice.wire.upstream.snapshot_agent_pb2_grpc import SnapshotAgentServiceSt
 class Workload:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.size = options, options.bytes
-        self.went = threading.Event()
+        self.went, self.open = threading.Event(), threading.Event()
+        self.open.set()
         self.call: grpc.Call | None = None
         if options.late:
             self.state: mmap.mmap | None = None
@@ -39,7 +41,7 @@ class Workload:
     def run(self) -> None:
         threading.Thread(target=self.commands, daemon=True).start()
         backoff = 0.1
-        while True:
+        while self.open.wait():
             outgoing: queue.SimpleQueue[up.WorkloadMessage | None] = queue.SimpleQueue()
             began = time.monotonic()
             with grpc.insecure_channel(self.options.agent) as channel:
@@ -123,8 +125,15 @@ class Workload:
                 self.went.set()
             elif word == "fill":
                 self.state = fill(self.size, 5)
-            elif word == "drop" and self.call is not None:
+            elif word == "free" and self.state is not None:
+                self.state.close()
+                self.state = None
+            elif word in ("drop", "close") and self.call is not None:
+                if word == "close":
+                    self.open.clear()
                 self.call.cancel()
+            elif word == "open":
+                self.open.set()
             elif word == "check":
                 say(event="checked", intact=self.intact())
             say(event="did", word=word)

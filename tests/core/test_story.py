@@ -3,7 +3,8 @@
 from core.group_world import World
 
 from coslice.core import events as ev
-from coslice.core.ids import JobId
+from coslice.core.events import ContextFact, ContextState, NodeFacts
+from coslice.core.ids import JobId, NodeId
 from coslice.core.prose import names, size
 from coslice.core.story import describe, where, why_waiting
 
@@ -49,6 +50,15 @@ def test_the_incoming_job_hears_which_nodes_it_waits_for() -> None:
     text = told(world, "b")
     assert "b is being made resident in the place of a" in text
     assert "waiting for n0 and n1" in text
+
+
+def test_the_incoming_job_hears_why_another_has_not_left() -> None:
+    world = two_jobs()
+    world.yield_(world.clients["a1"])
+    leaving = ContextFact(job=JobId("a"), state=ContextState.LEAVING, reason="process 7 does not answer")
+    facts = NodeFacts(version=50, contexts=(leaving,))
+    world.apply(ev.NodeReported(at=world.now, node=NodeId("n0"), facts=facts))
+    assert "a is leaving with 0 B on n0: process 7 does not answer." in told(world, "b")
 
 
 def test_a_missing_agent_is_named() -> None:

@@ -26,6 +26,7 @@ from coslice.agent import upstream as upstream_service
 from coslice.agent.backends.base import NodeContext
 from coslice.agent.backends.resolve import Backends
 from coslice.agent.buffers import BufferServer, HostBuffers
+from coslice.agent.closed import ClosedChannels
 from coslice.agent.common import CommonCopies
 from coslice.agent.config import (
     AgentConfig,
@@ -141,6 +142,7 @@ class AgentApp:
         self._placing: Placing | None = None
         self._surveyor = Surveyor()
         self._occupancy = Occupancy(self.members, self._surveyor)
+        self.closed = ClosedChannels(grace=config.channel_grace, resized=self._resized)
         self.members.gauge = self._occupancy.bytes_of
         self._baselines = Baselines()
         self._baseline_slot: Slot[Baselines] | None = None
@@ -279,6 +281,7 @@ class AgentApp:
             ledger=Ledger(store, found),
             port=lambda: split_address(self._address)[1],
             accelerator=accelerator(config),
+            lost=self.closed.lost,
             hello_timeout=config.hello_timeout,
         )
         for problem in named.recall():
@@ -420,6 +423,7 @@ class AgentApp:
             identity=self._identity,
             hello_timeout=self.config.hello_timeout,
             occupancy=self._occupancy,
+            lost=self.closed.lost,
         )
         self._served.read()
         guard = Guard(RULES, self._served)
@@ -454,6 +458,7 @@ class AgentApp:
         self._exits.push_async_callback(server.stop, 0.5)
         self._exits.push_async_callback(upstream.close)
         self._exits.callback(service.close)
+        self._exits.callback(self.closed.stop)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         for name in ("", SERVICE, upstream_service.SERVICE):
             await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -494,6 +499,10 @@ class AgentApp:
         if member is None or member.device != "host":
             return False
         return member.sleeps and not member.moving and member.ahead is None
+
+    def _resized(self, member: Member) -> None:
+        if (group := self.groups.get(member.group)) is not None:
+            group.resized(member)
 
     def _forget_members(self) -> None:
         for member in self.members:

@@ -80,6 +80,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     """How long a workload may take to leave its accelerator section before it answers BUSY, in seconds."""
     move_timeout: float = 120.0
     """After this a workload that has not answered a move has failed it, in seconds."""
+    channel_grace: float = 60.0
+    """After this a process whose channel ended, and that lives on, has closed it, in seconds."""
     settle: float = 0.5
     """How long memory may take to be seen as free after a workload said so, in seconds."""
     sample_interval: float = 0.05

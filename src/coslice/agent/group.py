@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 CODEC = Codec(Holdings, kind="holdings")
 KILL_SECONDS = 30.0
+_MOVING = (ev.ContextState.LEAVING, ev.ContextState.RETURNING)
 
 
 def holdings_for(
@@ -136,8 +137,10 @@ class ServedGroup:
 
     def facts(self) -> ev.NodeFacts:
         """The core's word with today's measures: they are ours, not the core's."""
+        said = facts(self.driver.state)
         return replace(
-            facts(self.driver.state),
+            said,
+            contexts=tuple([self._why_it_stays(fact) for fact in said.contexts]),
             device_used=self.sampler.now(),
             host_budget=self._buffers.budget,
             host_used=self._buffers.used,
@@ -145,6 +148,15 @@ class ServedGroup:
             disk_budget=self._buffers.disk.budget if self._buffers.disk is not None else 0,
             disk_used=self._buffers.disk.used if self._buffers.disk is not None else 0,
         )
+
+    def _why_it_stays(self, fact: ev.ContextFact) -> ev.ContextFact:
+        """With the process that it waits for, if that can be told: the core hears of it when time is up."""
+        if fact.reason or fact.state not in _MOVING:
+            return fact
+        gone = next((m.pid for m in self._members.of_job(self.id, fact.job) if m.lost), None)
+        if gone is None:
+            return fact
+        return replace(fact, reason=f"process {gone} has closed its channel to the agent, or is to come back")
 
     def residency(self) -> pb.Residency:
         return convert.residency_to_pb(self.id, self.facts(), self._reason)

@@ -40,6 +40,8 @@ class MoveRefused(Exception):
 class OpenChannel:
     """One open stream of a workload process: commands out, in order; and whose it is, once that is known."""
 
+    open = True
+
     def __init__(self) -> None:
         self.member: Member | None = None
         self._queue: asyncio.Queue[pb.WorkloadCommand | None] = asyncio.Queue()
@@ -122,6 +124,8 @@ class Member:
     """It did not answer an order to move out in time: some of the state may have left on it."""
     returned: "Callable[[], None] | None" = None
     """Told once when its state is back on a late answer, for which no move waited any more."""
+    lost: bool = False
+    """It had a channel to this agent, or the last one, and has none now."""
     residual: int = 0
     """What was left on the device when its state had moved out; counts while it is parked."""
     process: Process | None = None
@@ -131,7 +135,7 @@ class Member:
 
     @property
     def connected(self) -> bool:
-        return self._channel is not None
+        return self._channel is not None and self._channel.open
 
     @property
     def channel(self) -> "OpenChannel | None":
@@ -195,12 +199,13 @@ class Member:
             self._channel.end()  # its process has opened another
             self.ahead, self.asked = None, 0
         self._channel = channel
+        self.lost = not channel.open
         if self._pending is not None:
             channel.send(self._pending.command)
 
     def detach(self, channel: OpenChannel) -> None:
         if self._channel is channel:  # not when a newer channel took its place
-            self._channel = None
+            self._channel, self.lost = None, True
             self.ahead, self.asked = None, 0  # it frees that before it registers again
             self._tell()
 

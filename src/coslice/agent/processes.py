@@ -16,13 +16,24 @@ def start_time(pid: int) -> int | None:
 
     A zombie counts as ended: its memory is gone already.
     """
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def stopped(pid: int) -> bool:
+    """By a signal, or by who traces it: then it does nothing until it is continued."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] in (b"T", b"t")
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """From field 3 of ``/proc/PID/stat`` on; None: no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(b")") + 2 :].split()  # the name before it may hold spaces and parentheses
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    return text[text.rindex(b")") + 2 :].split()  # the name before it may hold spaces and parentheses
 
 
 def owner(pid: int) -> int | None:

@@ -220,6 +220,7 @@ class Registry:
             device=group.devices.accelerator,
             placed=incarnation.startswith(PLACED) and not stored.bytes,
         )
+        member.lost = not member.placed
         member.parked = member.parked or self._backend.holds([member])
         if not self._watch(member):
             memory.close()

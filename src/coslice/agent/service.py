@@ -39,12 +39,14 @@ class AgentService(rpc.AgentServicer):
         buffers: HostBuffers,
         identity: StatusOf,
         occupancy: Occupancy,
+        lost: Callable[[Member, bool], None],
         hello_timeout: float = 10.0,
     ) -> None:
-        """``identity``: a node status with the fields that only the app knows (names, the link)."""
+        """``identity``: a node status with the fields that only the app knows (names, the link). ``lost``: of
+        ``ClosedChannels``."""
         self._registry, self._members, self._groups = registry, members, groups
         self._direct, self._buffers, self._identity = direct, buffers, identity
-        self._occupancy = occupancy
+        self._occupancy, self._lost = occupancy, lost
         self._channels: set[OpenChannel] = set()
         self._hello_timeout = hello_timeout
 
@@ -71,6 +73,7 @@ class AgentService(rpc.AgentServicer):
             serving.cancel()
             if channel.member is not None:
                 channel.member.detach(channel)
+                self._lost(channel.member, channel.member.moving or channel.member.unsure)
 
     async def _serve(self, messages: AsyncIterator[pb.WorkloadMessage], channel: OpenChannel) -> None:
         """One channel's incoming side. Registration may itself need answers, so reading goes on during it."""

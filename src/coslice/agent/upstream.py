@@ -19,7 +19,7 @@ from coslice.agent import upstream_request as requests
 from coslice.agent.backends.resolve import CHANNEL, Backends
 from coslice.agent.direct import NO_GROUP, DirectApi, DirectRefused
 from coslice.agent.group import ServedGroup
-from coslice.agent.members import Members
+from coslice.agent.members import Member, Members
 from coslice.agent.occupancy import Occupancy
 from coslice.agent.registry import Registry
 from coslice.agent.upstream_ledger import Ledger
@@ -60,9 +60,10 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
         ledger: Ledger,
         port: Callable[[], int],
         accelerator: str,
+        lost: Callable[[Member, bool], None],
         hello_timeout: float = 10.0,
     ) -> None:
-        """``port``, ``accelerator`` and ``hello_timeout``: as of ``ChannelServer``."""
+        """``port``, ``accelerator``, ``lost`` and ``hello_timeout``: as of ``ChannelServer``."""
         self._direct, self._members, self._backends = direct, members, backends
         self._operations, self._port = operations, port
         self.moves = Moves(direct=direct, members=members, operations=operations, ledger=ledger)
@@ -81,6 +82,7 @@ class UpstreamService(up_grpc.SnapshotAgentServiceServicer):
             ledger=ledger,
             measure=occupancy.measure,
             broken=self.moves.broken,
+            lost=lost,
             port=port,
             accelerator=accelerator,
             hello_timeout=hello_timeout,

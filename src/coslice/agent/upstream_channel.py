@@ -47,6 +47,8 @@ class UpstreamChannel(OpenChannel):
         """Of the restore that comes next: our own orders have none."""
         self.closed: tuple[grpc.StatusCode, str] | None = None
         """How the stream ends, if not well."""
+        self.unanswered = False
+        """It ended before an order was answered, which its process may be at still."""
         self._commands: asyncio.Queue[up.AgentCommand | None] = asyncio.Queue()
         self._waiting: dict[str, asyncio.Future[up.CommandResult]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -67,6 +69,7 @@ class UpstreamChannel(OpenChannel):
         """What is under way fails: its answer would come on a stream that is gone."""
         self._over = True
         self._commands.put_nowait(None)
+        self.unanswered = self.unanswered or bool(self._waiting)
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(Broken())

@@ -41,14 +41,16 @@ class ChannelServer:
         ledger: Ledger,
         measure: Measure,
         broken: Callable[[Member], None],
+        lost: Callable[[Member, bool], None],
         port: Callable[[], int],
         accelerator: str,
         hello_timeout: float,
     ) -> None:
-        """``broken``: as of ``UpstreamChannel``. ``port``: where this agent listens. ``accelerator``: of jobs
-        without a group. ``hello_timeout``: seconds that a stream may take to register."""
+        """``broken``: as of ``UpstreamChannel``. ``lost``: of ``ClosedChannels``. ``port``: of this
+        agent. ``accelerator``: of jobs without a group. ``hello_timeout``: seconds that a stream may take to
+        register."""
         self._registry, self._members, self._groups, self._ledger = registry, members, groups, ledger
-        self._measure, self._broken, self._port = measure, broken, port
+        self._measure, self._broken, self._lost, self._port = measure, broken, lost, port
         self._accelerator, self._hello_timeout = accelerator, hello_timeout
         self._channels: set[UpstreamChannel] = set()
 
@@ -74,6 +76,7 @@ class ChannelServer:
             hearing.cancel()
             if channel.member is not None:
                 channel.member.detach(channel)
+                self._lost(channel.member, channel.unanswered)
 
     async def _hear(
         self, messages: AsyncIterator[up.WorkloadMessage], channel: UpstreamChannel, peer: str
@@ -166,7 +169,7 @@ class ChannelServer:
         """The process's channel of before, if there is one. It speaks of its state in one way: raises
         ``RegistrationRefused`` for another."""
         for member in self._members.of_job(group, job):
-            if (member.pid, member.started) != (process.pid, process.started) or member.channel is None:
+            if (member.pid, member.started) != (process.pid, process.started) or not member.connected:
                 continue
             if not isinstance(member.channel, UpstreamChannel):
                 text = f"process {process.pid} has a channel of coslice's own for job {job}: use one of both"

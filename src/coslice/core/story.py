@@ -146,7 +146,7 @@ def _swapping(group: Group, swap: Swapping, now: float) -> list[str]:
         view = view_of(group, node)
         moving = [c for c in view.facts.contexts if c.state in ON_DEVICE] if view is not None else []
         details += [
-            f"{c.job} is {c.state} with {size(c.bytes)} on {node}."
+            f"{c.job} is {c.state} with {size(c.bytes)} on {node}{f': {c.reason}' if c.reason else ''}."
             for c in moving
             if c.state is not ContextState.LIVE
         ]

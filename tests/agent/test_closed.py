@@ -1,0 +1,145 @@
+"""Processes that close their channel and live on, and who needs their room: real ones, of both protocols."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+from agent.conftest import GROUP, MIB, PATIENCE, Node, Process, contexts
+from agent.test_upstream import Caller, registered, workload
+
+from coslice.agent.closed import ClosedChannel
+from coslice.agent.members import Member
+from coslice.agent.processes import stopped
+from coslice.wire.upstream import snapshot_agent_pb2 as up
+
+SOON = 0.05
+"""Of ``channel_grace``: nothing here dials again before it is told to."""
+LIVES_ON = "it closed its channel to the agent and lives on, with"
+
+
+async def seen(found: Callable[[], bool]) -> None:
+    """For what the agent, or the kernel, tells nobody of."""
+    async with asyncio.timeout(PATIENCE):
+        while not found():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def member_of(node: Node, process: Process) -> Member:
+    assert node.agent is not None
+    (member,) = (m for m in node.agent.members if m.pid == process.pid)
+    return member
+
+
+async def loaded(node: Node, job: str, group: str = GROUP) -> Process:
+    """Its state comes after it has registered: so it is told from what else the process has."""
+    if group:
+        await node.orchestrator.make_resident(group, job, 1)
+    process = await workload(node, job, "--late", group=group)
+    await process.do("fill")
+    return process
+
+
+async def close(node: Node, process: Process) -> None:
+    """Returns when its grace is over."""
+    member = member_of(node, process)
+    await process.do("close")
+    await seen(lambda: isinstance(member.channel, ClosedChannel))
+
+
+async def test_who_stays_on_the_device_is_not_waited_for_but_ended(node: Node) -> None:
+    await node.start(channel_grace=SOON, stuck_grace=0.1)
+    process = await loaded(node, "theirs")
+    await close(node, process)
+    done = (await node.orchestrator.make_resident(GROUP, "ours", 2)).done
+    assert await process.ended() == -signal.SIGKILL
+    assert f"process {process.pid}: {LIVES_ON}" in done.residency.contexts[0].reason
+
+
+async def test_who_gave_its_memory_back_lives_on_beside_the_next(node: Node) -> None:
+    await node.start(channel_grace=SOON, on_stuck="wait")
+    process = await loaded(node, "theirs")
+    await close(node, process)
+    failed = (await node.orchestrator.make_resident(GROUP, "ours", 2)).failed
+    assert (failed.culprit, failed.stuck, failed.pid) == ("theirs", True, process.pid)
+    assert LIVES_ON in failed.reason
+    await process.do("free")
+    done = (await node.orchestrator.make_resident(GROUP, "ours", 3)).done
+    assert contexts(done.residency) == {"theirs": "SAVED"}
+    back = (await node.orchestrator.make_resident(GROUP, "theirs", 4)).done
+    assert contexts(back.residency) == {"theirs": "LIVE"}, "it took nothing out, so nothing is to come back"
+    assert process.process.returncode is None
+
+
+async def test_a_native_process_that_gave_its_memory_back_has_no_state_any_more(node: Node) -> None:
+    await node.start(channel_grace=SOON, on_stuck="wait")
+    process = await node.workload("ours")
+    await node.orchestrator.make_resident(GROUP, "ours", 1)
+    await close(node, process)
+    failed = (await node.orchestrator.make_resident(GROUP, "theirs", 2)).failed
+    assert LIVES_ON in failed.reason
+    await process.do("free")
+    done = (await node.orchestrator.make_resident(GROUP, "theirs", 3)).done
+    assert contexts(done.residency) == {"ours": "SAVED"}
+    (member,) = (await node.status()).members
+    assert (member.state_bytes, member.connected) == (0, False)
+
+
+async def test_who_closed_it_with_its_state_saved_gets_that_back_once_it_opens_another(node: Node) -> None:
+    await node.start(channel_grace=SOON)
+    process = await loaded(node, "theirs")
+    await node.orchestrator.make_resident(GROUP, "ours", 2)
+    await close(node, process)
+    failed = (await node.orchestrator.make_resident(GROUP, "theirs", 3)).failed
+    assert failed.culprit == "theirs"
+    assert "while its state was saved" in failed.reason
+    await process.do("open")
+    await registered(node, "theirs")
+    assert (await node.orchestrator.make_resident(GROUP, "theirs", 4)).done.restored
+    assert (await process.until("restored"))["intact"]
+
+
+async def test_who_is_waited_for_is_named_while_it_may_come_back(node: Node) -> None:
+    await node.start()
+    process = await loaded(node, "theirs")
+    await process.do("close")
+    await seen(lambda: member_of(node, process).lost)
+    swap = asyncio.create_task(node.orchestrator.make_resident(GROUP, "ours", 2))
+    told = await node.orchestrator.until(
+        lambda m: any(c.job == "theirs" and c.reason for c in m.residency.contexts)
+    )
+    assert told.residency.contexts[0].reason == (
+        f"process {process.pid} has closed its channel to the agent, or is to come back"
+    )
+    assert not swap.done()
+    await process.do("open")
+    assert contexts((await swap).done.residency) == {"theirs": "SAVED"}, "it was asked again, and did it"
+
+
+async def test_an_operation_on_it_says_at_once_why_not(node: Node) -> None:
+    await node.start(orchestrator=None, channel_grace=SOON)
+    process, caller = await loaded(node, "theirs", group=""), Caller(node)
+    await close(node, process)
+    failed = await caller.ended(await caller.snapshot("theirs"))
+    assert failed.status == up.OPERATION_STATUS_FAILED
+    assert LIVES_ON in failed.error
+    assert await caller.states() == {"theirs": "RUNNING"}
+
+
+async def test_who_is_stopped_has_not_closed_it(node: Node) -> None:
+    """Its stream breaks when it answers no pings; it dials again as soon as it is continued."""
+    await node.start(orchestrator=None, channel_grace=3600.0)
+    process = await workload(node, "theirs", size=MIB)
+    assert node.agent is not None
+    member, agents = member_of(node, process), node.agent.closed
+    await process.do("close")
+    await seen(lambda: member.lost)
+    os.kill(process.pid, signal.SIGSTOP)
+    await seen(lambda: stopped(process.pid))
+    agents.over(member)
+    assert member.channel is None
+    os.kill(process.pid, signal.SIGCONT)
+    await seen(lambda: not stopped(process.pid))
+    agents.over(member)
+    assert isinstance(member.channel, ClosedChannel)
+    assert not member.connected
