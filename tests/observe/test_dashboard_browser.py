@@ -1,6 +1,7 @@
 """The dashboard in a real browser: 200 live groups in which jobs take turns all the time."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,13 @@ Run = Callable[[str], Any]
 @contextmanager
 def busy(*flags: str) -> Iterator[str]:
     """The address of a dashboard."""
+    with serving(*flags) as (address, _):
+        yield address
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[tuple[str, int]]:
+    """Its address, and the process."""
     script = str(Path(observe.busy.__file__))
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(script).parents[1])])
     process = subprocess.Popen(
@@ -37,7 +45,7 @@ def busy(*flags: str) -> Iterator[str]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        yield process.stdout.readline().split()[0]
+        yield process.stdout.readline().split()[0], process.pid
     finally:
         process.stdin.close()
         process.wait(30)
@@ -219,3 +227,18 @@ def test_where_a_token_is_asked_for_the_page_asks_for_it(browser: Any, tmp_path:
         until(lambda: run("return feed.groups.size") == 3)
         assert run("return document.getElementById('ask').hidden") is True
         assert all("401" in entry["message"] for entry in errors(browser))  # the two refusals, nothing else
+
+
+def test_an_orchestrator_that_falls_silent_is_not_shown_as_live(browser: Any) -> None:
+    """As when a network is gone: no connection ends."""
+    with serving("--groups", "20", "--jobs", "8", "--hold", "0.1") as (address, pid):
+        browser.get(address)
+        run = browser.execute_script
+        until(lambda: run("return feed.groups.size === 20 && page.link") == "live")
+        run("page.silent_s = 1")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            until(lambda: run("return page.link") == "no connection; trying again")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        until(lambda: run("return feed.snapshots >= 2 && page.link") == "live")

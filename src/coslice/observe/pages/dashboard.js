@@ -6,7 +6,7 @@ const clock = () => performance.now() / 1000;
 const rows = new Map();            // by group: the elements of its row
 const dirty = new Set();
 const seen = new Set();            // rows on the screen
-const page = { order: [], chosen: "", open: false, still: null, story: null, busy: 0, measured: [], link: "connecting" };
+const page = { order: [], chosen: "", open: false, still: null, story: null, busy: 0, measured: [], link: "connecting", silent_s: 25 };
 const TEXT_MS = 120, STRIP_MS = 250, DETAIL_MS = 250, ORDER_MS = 1500;
 const span = () => Number($("span").value);
 const now = () => page.still ?? feed.now(clock());
@@ -21,16 +21,23 @@ const ask = (path, options = {}) => {
   const token = sessionStorage.getItem("coslice-token");
   return fetch(path, { ...options, cache: "no-store", headers: token ? { Authorization: `Bearer ${token}` } : {} });
 };
+// A network that is gone says nothing; an orchestrator that is there does, every ten seconds at least.
 async function listen() {
   const stop = new AbortController();
+  let last = clock();
+  const watch = setInterval(() => { if (clock() - last > page.silent_s) stop.abort(); }, 1000);
+  try { await hear(stop, () => { last = clock(); }); } finally { clearInterval(watch); }
+}
+async function hear(stop, alive) {
   const answer = await ask("/dashboard/events", { signal: stop.signal });
+  alive();
   if (answer.status === 401) { await token(await answer.text()); return; }
   if (!answer.ok) throw Object.assign(new Error(), { told: (await answer.text()).trim() });
   const reader = answer.body.getReader(), decoder = new TextDecoder();
   const events = new Events((kind, message) => {
     const told = feed.take(kind, message, clock());
     if (told === null) { stop.abort(); return; }
-    told.forEach(name => dirty.add(name));
+    told.forEach(name => feed.groups.has(name) ? dirty.add(name) : dirty.delete(name));
     const leader = feed.seats.find(s => s.leads);
     if (feed.orchestrator) linked("live", "good"); else linked(`stands by: ${leader ? leader.address + " leads" : "another orchestrator leads"}`, "");
   });
@@ -38,6 +45,7 @@ async function listen() {
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
+    alive();
     heard(value);
   }
 }
