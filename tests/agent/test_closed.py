@@ -5,10 +5,11 @@ import os
 import signal
 from collections.abc import Callable
 
+import pytest
 from agent.conftest import GROUP, MIB, PATIENCE, Node, Process, contexts
 from agent.test_upstream import Caller, registered, workload
 
-from coslice.agent.closed import ClosedChannel
+from coslice.agent.closed import ClosedChannel, ClosedChannels
 from coslice.agent.members import Member
 from coslice.agent.processes import stopped
 from coslice.wire.upstream import snapshot_agent_pb2 as up
@@ -126,8 +127,23 @@ async def test_an_operation_on_it_says_at_once_why_not(node: Node) -> None:
     assert await caller.states() == {"theirs": "RUNNING"}
 
 
-async def test_who_is_stopped_has_not_closed_it(node: Node) -> None:
-    """Its stream breaks when it answers no pings; it dials again as soon as it is continued."""
+@pytest.mark.parametrize("at_it", [True, False])
+async def test_who_may_be_at_an_order_still_has_not_closed_it(node: Node, at_it: bool) -> None:
+    await node.start(orchestrator=None)
+    process = await workload(node, "theirs", "--hold", size=MIB)
+    if at_it:
+        await Caller(node).snapshot("theirs")
+        await process.until("told")
+    await process.do("close")
+    await seen(lambda: member_of(node, process).lost)
+    assert node.agent is not None
+    assert bool(node.agent.closed._timers) is not at_it
+
+
+async def test_who_is_stopped_has_not_closed_it_and_who_is_moved_without_it_need_not_have_it(
+    node: Node,
+) -> None:
+    """The stream of one that is stopped breaks: it answers no pings. Once it goes on it dials again."""
     await node.start(orchestrator=None, channel_grace=3600.0)
     process = await workload(node, "theirs", size=MIB)
     assert node.agent is not None
@@ -140,6 +156,8 @@ async def test_who_is_stopped_has_not_closed_it(node: Node) -> None:
     assert member.channel is None
     os.kill(process.pid, signal.SIGCONT)
     await seen(lambda: not stopped(process.pid))
+    ClosedChannels(grace=0.0, asked=lambda _: False, resized=lambda _: None).over(member)
+    assert member.channel is None
     agents.over(member)
     assert isinstance(member.channel, ClosedChannel)
     assert not member.connected

@@ -142,7 +142,9 @@ class AgentApp:
         self._placing: Placing | None = None
         self._surveyor = Surveyor()
         self._occupancy = Occupancy(self.members, self._surveyor)
-        self.closed = ClosedChannels(grace=config.channel_grace, resized=self._resized)
+        self.closed = ClosedChannels(
+            grace=config.channel_grace, asked=lambda member: self.backends.asks(member), resized=self._resized
+        )
         self.members.gauge = self._occupancy.bytes_of
         self._baselines = Baselines()
         self._baseline_slot: Slot[Baselines] | None = None

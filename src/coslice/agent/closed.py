@@ -67,10 +67,12 @@ class ClosedChannel(OpenChannel):
 
 
 class ClosedChannels:
-    def __init__(self, *, grace: float, resized: Callable[[Member], None]) -> None:
-        """``grace``: seconds after which a stream that ended was closed. ``resized`` is told of members whose
-        state is no more."""
-        self._grace, self._resized = grace, resized
+    def __init__(
+        self, *, grace: float, asked: Callable[[Member], bool], resized: Callable[[Member], None]
+    ) -> None:
+        """``grace``: seconds after which a stream that ended was closed. ``asked``: does its backend need the
+        channel? ``resized`` is told of members whose state is no more."""
+        self._grace, self._asked, self._resized = grace, asked, resized
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._stopped = False
 
@@ -84,7 +86,7 @@ class ClosedChannels:
     def over(self, member: Member) -> None:
         """Its grace is over."""
         self._stop(member)
-        if not member.lost or member.channel is not None or member.has_ended:
+        if not member.lost or member.channel is not None or member.has_ended or not self._asked(member):
             return
         if stopped(member.pid):  # it cannot have dialled; the kernel tells nobody when it goes on
             self.lost(member, False)

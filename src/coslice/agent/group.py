@@ -153,10 +153,12 @@ class ServedGroup:
         """With the process that it waits for, if that can be told: the core hears of it when time is up."""
         if fact.reason or fact.state not in _MOVING:
             return fact
-        gone = next((m.pid for m in self._members.of_job(self.id, fact.job) if m.lost), None)
-        if gone is None:
+        members = self._members.of_job(self.id, fact.job)
+        gone = next((member for member in members if member.lost), None)
+        if gone is None or not self._backend.asks(gone):
             return fact
-        return replace(fact, reason=f"process {gone} has closed its channel to the agent, or is to come back")
+        text = f"process {gone.pid} has closed its channel to the agent, or is to come back"
+        return replace(fact, reason=text)
 
     def residency(self) -> pb.Residency:
         return convert.residency_to_pb(self.id, self.facts(), self._reason)

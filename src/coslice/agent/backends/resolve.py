@@ -175,6 +175,13 @@ class Backends:
         except (ConfigError, MoveError):
             return False
 
+    def asks(self, member: Member) -> bool:
+        """Will its backend move it by asking the process itself?"""
+        try:
+            return self.choose([member]).capabilities().in_process
+        except (ConfigError, MoveError):
+            return False
+
     async def _chosen(self, members: Sequence[Member], explicit: str = "") -> Backend:
         try:
             name = self.name_for(members, explicit=explicit)
