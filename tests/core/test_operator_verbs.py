@@ -100,6 +100,25 @@ def test_a_place_is_taken_away(moment: str) -> None:
     assert not isinstance(w.group.occupancy, Held) or w.group.occupancy.job == "a"
 
 
+@pytest.mark.parametrize("moment", ["waiting", "swapping"])
+def test_who_is_not_admitted_is_told_so(moment: str) -> None:
+    w, a, b = world()
+    if moment == "swapping":
+        w.yield_(a)
+    w.apply(ev.JobEvicted(at=w.now, job=B, reason="b is not admitted beside a", by="admission"))
+    w.settle()
+    assert b.refused == [RefuseCode.NOT_ADMITTED]
+    assert w.open_requests() == []
+
+
+def test_admission_interrupts_nobody() -> None:
+    """Granted between the verdict and what follows from it."""
+    w, a, _ = world()
+    with pytest.raises(Rejected, match="neither holds group g nor waits"):
+        w.apply(ev.JobEvicted(at=w.now, job=A, reason="a is not admitted beside b", by="admission"))
+    assert a.holding
+
+
 def test_there_must_be_something_to_take_away() -> None:
     w, a, _ = world()
     w.yield_(a)

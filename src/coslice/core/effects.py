@@ -77,6 +77,7 @@ class RefuseCode(StrEnum):
     GROUP_GONE = "group_gone"
     NODE_LOST = "node_lost"
     LIMIT = "limit"
+    NOT_ADMITTED = "not_admitted"
     FAILED = "failed"
     INVALID = "invalid"
 

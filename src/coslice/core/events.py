@@ -11,6 +11,8 @@ from msgspec import Struct
 
 from coslice.core.ids import Epoch, Incarnation, JobId, MemberId, NodeId, OpId, RequestId, SessionId
 
+OPERATOR = "an operator"
+
 
 class ContextState(StrEnum):
     """Where the state of one job is, on one node, for one group."""
@@ -195,7 +197,7 @@ class PolicySet(_Event, frozen=True, kw_only=True):
 
     policy: str
     """As ``core.policy.policy_named`` reads it; empty: the configured one."""
-    by: str = "an operator"
+    by: str = OPERATOR
 
 
 @final
@@ -207,11 +209,12 @@ class JobForgotten(_Event, frozen=True, kw_only=True):
 
 @final
 class JobEvicted(_Event, frozen=True, kw_only=True):
-    """An operator (or whoever is named) takes a job's lease and its places away. It may ask again."""
+    """An operator takes a job's lease and its places away; it may ask again. Anybody else (admission) takes
+    its places only, for good: a turn that it has is not interrupted."""
 
     job: JobId
     reason: str = ""
-    by: str = "an operator"
+    by: str = OPERATOR
 
 
 @final
@@ -221,7 +224,7 @@ class NodeDrained(_Event, frozen=True, kw_only=True):
 
     node: NodeId
     reason: str = ""
-    by: str = "an operator"
+    by: str = OPERATOR
 
 
 @final
@@ -229,7 +232,7 @@ class NodeUndrained(_Event, frozen=True, kw_only=True):
     """The node serves again."""
 
     node: NodeId
-    by: str = "an operator"
+    by: str = OPERATOR
 
 
 @final

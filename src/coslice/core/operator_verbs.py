@@ -6,7 +6,7 @@ Called by ``core.group``. Each says plainly who is affected; ``Rejected`` names 
 from coslice.core import effects as fx
 from coslice.core import lease, sessions
 from coslice.core.effects import ReasonCode, RefuseCode
-from coslice.core.events import ContextState
+from coslice.core.events import OPERATOR, ContextState
 from coslice.core.group_state import Empty, Group, Held, is_lost, lease_with, record_of, waiting
 from coslice.core.ids import JobId
 from coslice.core.outcome import Rejected
@@ -42,19 +42,23 @@ def forget(turn: Turn, job: JobId) -> None:
 
 
 def evict(turn: Turn, job: JobId, because: str, by: str) -> None:
+    """By an operator, who may interrupt a turn; by admission only what has not begun."""
     held, group = turn.group.occupancy, turn.group
     why = f"{by} took it away{f': {because}' if because else ''}"
-    if not (type(held) is Held and held.job == job) and all(w.job != job for w in waiting(group)):
+    holds = by == OPERATOR and type(held) is Held and held.job == job
+    if not holds and all(w.job != job for w in waiting(group)):
         raise Rejected(
             RefuseCode.NOT_HELD.value,
             f"{job} neither holds group {group.id} nor waits for it: there is nothing to take away",
             group=group.id,
             job=job,
         )
-    hint = "; it may ask again" if by == "an operator" else ""
     turn.say(ReasonCode.EVICTED, f"{job} gives way: {why}")
-    turn.refuse(job, RefuseCode.FAILED, f"its place for group {group.id}: {why}{hint}")
-    if type(held) is Held and held.job == job:
+    if by == OPERATOR:
+        turn.refuse(job, RefuseCode.FAILED, f"its place for group {group.id}: {why}; it may ask again")
+    else:
+        turn.refuse(job, RefuseCode.NOT_ADMITTED, because or why)
+    if holds and type(held) is Held:
         lease.revoke(turn, held, why)
 
 

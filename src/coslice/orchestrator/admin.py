@@ -77,7 +77,7 @@ class Admin:
             known = sorted({node for lock in self._groups for node in _nodes(lock.state)})
             text = f"there is no node {name} here; known: {', '.join(known) or 'none, no agent has attached'}"
             raise Refused(grpc.StatusCode.NOT_FOUND, text)
-        by, changed = _reason(request.by) or "an operator", False
+        by, changed = _reason(request.by) or ev.OPERATOR, False
         for lock in here:
             if (drain_of(lock.state, name) is not None) is request.undo:
                 changed, at = True, self._clock.now()
