@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "coslice.rules.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "coslice.json"
 RUNBOOKS = ROOT / "docs" / "operating.md"
-OF_PROMETHEUS = {"instance", "le"}
+OF_PROMETHEUS = {"instance", "job", "namespace", "le"}
 """Labels that Prometheus adds, and that of buckets."""
 VALUES = {
     ("coslice_group_state", "state"): set(STATES),
@@ -103,6 +103,14 @@ def test_every_rule_asks_for_what_exists() -> None:
     assert len(rules()) > 15
     for rule in rules():
         assert problems(rule["expr"]) == [], rule
+
+
+def test_two_installations_are_not_taken_for_two_leaders_of_one() -> None:
+    """Orchestrators that share no store may share a Prometheus."""
+    told = [alert["expr"] for alert in alerts() if re.search("coslice_(leader|standbys)", alert["expr"])]
+    assert len(told) == 3
+    for expr in told:
+        assert re.findall(r"\b(?:sum|max)\b(?! by \(job, namespace\))", expr) == [], expr
 
 
 def test_every_panel_asks_for_what_exists_and_names_its_curves_by_labels_it_kept() -> None:
