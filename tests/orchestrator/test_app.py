@@ -62,6 +62,7 @@ def test_a_local_address_is_fine(listen: str) -> None:
     [
         ({"listen": "50051"}, "host:port"),
         ({"listen": "127.0.0.1:99999"}, "host:port"),
+        ({"listen": "::1:50051"}, "in brackets"),
         ({"session_grace": 0}, "session_grace"),
         ({"groups": (GroupConfig(id="a b"),)}, "a b"),
         ({"groups": (GroupConfig(id="a"), GroupConfig(id="a"))}, "twice"),

@@ -69,6 +69,11 @@ class Link:
         self._backoff = BACKOFF_MIN
         self._call: grpc.aio.Call | None = None
         self._renewing = False
+        self._alone_since: float | None = None
+        self._told = False
+        """People, of this time without an orchestrator."""
+        self._why: dict[str, str] = {}
+        """By address."""
 
     @property
     def address(self) -> str:
@@ -114,16 +119,31 @@ class Link:
     async def _try(self, channel: grpc.aio.Channel) -> None:
         """One connection and one stream, and the pause after it."""
         welcomed, trailers = False, None
+        self._why[self.address] = "nobody answers; is it up, does it use TLS too, is its certificate right?"
         if await self._reach(channel):
             welcomed, trailers = await self._attach(rpc.OrchestratorStub(channel))
             raise_if_cancelled()
         if welcomed:
             self._dial.reached()
+            self._alone_since, self._told = None, False
+            self._why.clear()
+        else:
+            self._mention()
         if not self._dial.failed(trailers) and not welcomed:
             return
         self._backoff = BACKOFF_MIN if welcomed else min(2 * self._backoff, BACKOFF_MAX)
         # Many agents lose one orchestrator at once: they shall not return at once.
         await asyncio.sleep(self._backoff * random.uniform(0.5, 1.0))
+
+    def _mention(self) -> None:
+        """Once, when nobody has taken us for long; not with every address that is tried in vain."""
+        now = asyncio.get_running_loop().time()
+        if self._alone_since is None:
+            self._alone_since = now
+        if now - self._alone_since >= QUIET_S and not self._told:
+            self._told = True
+            tried = "; ".join(f"{address}: {why}" for address, why in sorted(self._why.items()))
+            log.warning("no orchestrator has taken this node for %.0f s. %s", now - self._alone_since, tried)
 
     async def _reach(self, channel: grpc.aio.Channel) -> bool:
         """Returns once connected; False if there are other addresses to try. gRPC says nothing of what goes
@@ -177,6 +197,7 @@ class Link:
         except grpc.aio.AioRpcError as error:
             level = logging.INFO if error.code() is grpc.StatusCode.UNAVAILABLE else logging.WARNING
             log.log(level, "lost the orchestrator at %s: %s", self.address, error.details())
+            self._why[self.address] = error.details() or error.code().name
             trailers = error.trailing_metadata()
         except asyncio.CancelledError:
             if not self._renewing:
