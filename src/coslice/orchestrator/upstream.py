@@ -3,7 +3,7 @@
 Its callers have no session, no token and no lease: a call acquires, another yields. Here each job and group
 that they name gets a session of its own, which this module speaks for through the same verbs as a native
 client's stream, so that both kinds wait in one queue under one set of rules. Upstream's words end in this
-file.
+file and ``upstream_status``.
 
 What ends a lease: a yield; the end of the job's last process, as its agent tells; the group's ``max_hold``.
 A call that is cancelled or times out takes its place in the queue, or its grant, with it.
@@ -20,12 +20,10 @@ from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from coslice.core import effects as fx
 from coslice.core import events as ev
-from coslice.core.events import ContextState
-from coslice.core.group_state import Empty, Group, Held, Resident, Swapping, open_asks
+from coslice.core.group_state import Group, Held, Swapping, open_asks
 from coslice.core.ids import GroupId, Incarnation, JobId, RequestId, SessionId, check_name
 from coslice.core.outcome import Rejected
 from coslice.errors import CosliceError
@@ -33,6 +31,7 @@ from coslice.orchestrator import convert, views
 from coslice.orchestrator.groups import GroupLock, Groups
 from coslice.orchestrator.outbox import End, Outbox
 from coslice.orchestrator.sessions import ClientEffect, Session, Sessions
+from coslice.orchestrator.upstream_status import status
 from coslice.orchestrator.verbs import Verbs
 from coslice.runtime.clock import Clock
 from coslice.wire.status import grpc_status
@@ -58,15 +57,6 @@ _STATUS: dict[pb.Code.ValueType, grpc.StatusCode] = {
     pb.JOB_RUNNING: grpc.StatusCode.PERMISSION_DENIED,
 }
 """Where upstream's codes differ from ours."""
-
-RUNNING = up.SnapshotAgentJobState.STATE_RUNNING
-_CONTEXT = {
-    ContextState.LIVE: RUNNING,
-    ContextState.LEAVING: up.SnapshotAgentJobState.STATE_TRANSITIONING,
-    ContextState.RETURNING: up.SnapshotAgentJobState.STATE_TRANSITIONING,
-    ContextState.SAVED: up.SnapshotAgentJobState.STATE_SAVED,
-    ContextState.LOST: up.SnapshotAgentJobState.STATE_FAULTED,
-}
 
 
 class Refused(Exception):
@@ -196,7 +186,7 @@ class UpstreamService(up_grpc.TimeSliceOrchestratorServiceServicer):
         if lock is None:
             await _abort(context, _refused(self._groups.unknown("", request.group_id).refused))
         since = time.time() - max(0.0, self._clock.now() - lock.state.since)
-        return _status(lock.state, since=since)
+        return status(lock.state, since=since)
 
     # ── acquire, yield ─────────────────────────────────────────────────────
 
@@ -382,39 +372,3 @@ def _name(job: JobId, group: str) -> SessionId:
 
 def _has_processes(group: Group, job: JobId) -> bool:
     return any(c.job == job and c.pids for view in group.views for c in view.facts.contexts)
-
-
-def _status(group: Group, *, since: float) -> up.GetGroupStatusResponse:
-    now = group.occupancy
-    state, locking, active, loaded = up.GroupStatus.STATE_IDLE, "", "", ""
-    match now:
-        case Empty():
-            pass
-        case Resident(job=job):
-            state, active, loaded = up.GroupStatus.STATE_IDLE_YIELDED, job, job
-        case Swapping(incoming=job):
-            state, locking, active = up.GroupStatus.STATE_SWITCHING, job, job
-        case Held(job=job):
-            state, locking, active, loaded = up.GroupStatus.STATE_LOCKED, job, job, job
-    stamp = Timestamp()
-    stamp.FromNanoseconds(round(since * 1e9))
-    return up.GetGroupStatusResponse(
-        group=up.GroupStatus(
-            group_id=group.id,
-            group_state=state,
-            state_timestamp=stamp,
-            locking_job=locking,
-            active_job=active,
-            waiter_queue_depth=views.waiting(group),
-            loaded_job=loaded,
-        ),
-        agent_job_states=[
-            up.SnapshotAgentJobState(
-                agent=view.node,
-                job_state=RUNNING if context.crowded else _CONTEXT[context.state],
-                job_id=context.job,
-            )
-            for view in group.views
-            for context in view.facts.contexts
-        ],
-    )
