@@ -8,9 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from coslice.errors import ConfigError
-from coslice.plan import search, settle
+from coslice.plan import rules, search, settle
 from coslice.plan.batch import Table
 from coslice.plan.cluster import Cluster, JobRules
+from coslice.plan.explain import explain
+from coslice.plan.grouping import Grouping
+from coslice.plan.groupsfile import format_groups
 from coslice.plan.planner import plan
 from coslice.plan.predict import predict
 from coslice.plan.units import Unit
@@ -172,6 +175,38 @@ def test_groups_that_the_cluster_has_no_room_for() -> None:
     made = plan(profiles, cluster=Cluster(nodes=("n1", "n2"), gpus_per_node=8))
     assert len(made.unplaced) == 1
     assert "0 are left" in next(iter(made.unplaced.values()))
+
+
+def test_a_job_with_a_place_for_one_of_its_pools_only_is_told() -> None:
+    pools = [
+        replace(plan_jobs.job("", 90, 100, accelerators=8).pools[0], role=role)
+        for role in ("trainer", "sampler")
+    ]
+    jobs = [replace(plan_jobs.job(name, 90, 100), pools=tuple(pools)) for name in "ab"]
+    made = plan(jobs, cluster=Cluster(nodes=("n1", "n2", "n3"), gpus_per_node=8))
+    assert len(made.unplaced) == 1
+    (note,) = made.notes
+    assert "some of their pools only" in note
+    assert note.endswith(": b")
+    assert "b:sampler" in explain(made)
+    assert "b:sampler" in format_groups(made)  # which of its two groups is which
+
+
+def test_no_refused_pair_of_pools_is_lost_among_many_jobs() -> None:
+    """Pairs of one job's two pools with another's are two pairs."""
+    pools = [replace(plan_jobs.job("", 60, 100).pools[0], role=role) for role in ("trainer", "sampler")]
+    jobs = [replace(plan_jobs.job(f"j{n}", 60, 100), pools=tuple(pools)) for n in range(40)]
+    grouping = Grouping(Table(plan_jobs.units(jobs)), Cluster(), 8, set(), 0, 0.0, 0.0)
+    grouping.failed = {(a, b): (1.2, 1.2) for a in (0, 1) for b in (2, 3)}
+    assert sorted(grouping.refused()) == [
+        f"j0:{one} + j1:{other}" for one in ("sampler", "trainer") for other in ("sampler", "trainer")
+    ]
+
+
+def test_a_bound_that_is_broken_by_little_is_told_with_figures_that_differ() -> None:
+    one, other = plan_jobs.units([plan_jobs.job("a", 10, 100), plan_jobs.job("b", 10, 100)])
+    assert "slowed down 1.1041 x, and its bound is 1.10" in rules.too_slow(one, other, (1.1041, 1.0))
+    assert "slowed down 1.21 x, and its bound is 1.10" in rules.too_slow(one, other, (1.2099, 1.0))
 
 
 def test_reasons() -> None:

@@ -27,24 +27,32 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"slowdown at most {plan.slowdown[worst]:.2f} x ({worst}), bound {plan.max_slowdown:.2f}; "
         f"{plan.swap}; {plan.method}, {plan.seconds:.2f} s"
     )
+    called = plan.names()
     for group in shared[:_MANY]:
         yield ""
-        yield from _group(group)
+        yield from _group(group, called)
     if len(shared) > _MANY:
         yield f"… and {len(shared) - _MANY} more shared groups (--json has all)"
     if alone:
         yield ""
-        names = [f"{group.members[0].profile} ({group.members[0].duty_alone:.0%})" for group in alone]
+        single = [group.members[0] for group in alone]
+        names = [f"{called[one.profile, one.pool]} ({one.duty_alone:.0%})" for one in single]
         yield f"alone: {', '.join(names[:_MANY])}" + (
             f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
         )
-    for name, why in plan.unplaced.items():
-        yield f"no place for {name}: {why}"
+    yield from _unplaced(plan.unplaced)
     if plan.refused:
         yield ""
         yield from _refused(plan.refused)
     for note in plan.notes:
         yield f"note: {note}"
+
+
+def _unplaced(unplaced: dict[str, str]) -> Iterator[str]:
+    for name, why in list(unplaced.items())[:_TOLD]:
+        yield f"no place for {name}: {why}"
+    if len(unplaced) > _TOLD:
+        yield f"no place for {len(unplaced) - _TOLD} more groups either (--json has all)"
 
 
 def _refused(refused: dict[str, str]) -> Iterator[str]:
@@ -65,7 +73,7 @@ def _refused(refused: dict[str, str]) -> Iterator[str]:
         yield f"  {pair}: {why}"
 
 
-def _group(group: Group) -> Iterator[str]:
+def _group(group: Group, called: dict[tuple[str, str], str]) -> Iterator[str]:
     where = ", ".join(
         f"{node} {_devices(devices)}" for node, devices in zip(group.nodes, group.devices, strict=False)
     )
@@ -73,10 +81,11 @@ def _group(group: Group) -> Iterator[str]:
         f"{group.name}  {where or 'no place'}   useful duty {group.useful_duty:.1%} of at most "
         f"{group.duty_bound:.1%}, changes of hands {group.swap_duty:.1%}"
     )
-    width = max(len(member.profile) for member in group.members)
-    for member in group.members:
+    names = [called[member.profile, member.pool] for member in group.members]
+    width = max(map(len, names))
+    for name, member in zip(names, group.members, strict=True):
         yield (
-            f"    {member.profile.ljust(width)}  {member.duty_alone:6.1%} alone, "
+            f"    {name.ljust(width)}  {member.duty_alone:6.1%} alone, "
             f"{member.useful_duty:6.1%} here, {member.slowdown:.2f} x (bound {member.max_slowdown:.2f})"
         )
     policy = f"; policy {group.policy}" if group.policy else ""

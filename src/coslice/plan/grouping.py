@@ -1,5 +1,6 @@
 """Which sets of units are best. Few of them exactly, many by search; what must be alone stays alone."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from coslice.plan import rules
@@ -38,6 +39,7 @@ class Grouping:
         self.budget = budget if budget is not None else _budget(len(self.units))
         names = {name: number for number, name in enumerate(dict.fromkeys(unit.job for unit in self.units))}
         self.jobs = [names[unit.job] for unit in self.units]
+        self.pools = Counter(unit.job for unit in self.units)
         self.failed: dict[Members, tuple[float, ...]] = {}
         self.notes: list[str] = []
         self.alone: list[Members] = []
@@ -141,11 +143,9 @@ class Grouping:
             if not why and (slow := self.failed.get((a, b))) is not None:
                 why = rules.too_slow(one, other, slow)
             if why:
-                told[f"{_name(one, self.units)} + {_name(other, self.units)}"] = why
+                told[f"{self._name(one)} + {self._name(other)}"] = why
         return told
 
-
-def _name(unit: Unit, units: Sequence[Unit]) -> str:
-    """The job's name, with its pool where it has several."""
-    several = len(units) <= TOLD and sum(other.job == unit.job for other in units) > 1
-    return unit.label if several else unit.job
+    def _name(self, unit: Unit) -> str:
+        """The job's name, with its pool where it has several."""
+        return unit.label if self.pools[unit.job] > 1 else unit.job

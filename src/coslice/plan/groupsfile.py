@@ -48,14 +48,16 @@ def format_groups(plan: Plan) -> str:
         "# Start them with: coslice up --groups THIS (several nodes: coslice orchestrator --groups THIS,",
         "# and on each coslice agent --groups THIS); then: coslice run --group NAME --job JOB -- …",
     ]
+    called = plan.names()
     for group in plan.detail:
+        names = [called[member.profile, member.pool] for member in group.members]
         if (why := plan.unplaced.get(group.name)) is not None:
             lines += [
                 "",
-                f"# {group.name} ({', '.join(m.profile for m in group.members)}) has no place: {why}",
+                f"# {group.name} ({', '.join(names)}) has no place: {why}",
             ]
             continue
-        slow = ", ".join(f"{m.profile} {m.slowdown:.2f} x" for m in group.members)
+        slow = ", ".join(f"{n} {m.slowdown:.2f} x" for n, m in zip(names, group.members, strict=True))
         bounds = {member.max_slowdown for member in group.members}
         if len(bounds) > 1:
             told = ", ".join(f"{m.profile} {m.max_slowdown:g}" for m in group.members)

@@ -1,5 +1,7 @@
 """The plan: what goes where, what it costs whom, and what was refused. ``coslice plan`` writes it as JSON."""
 
+from collections import Counter
+
 from msgspec import Struct
 
 
@@ -55,3 +57,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Group → why the cluster has no room for it."""
     notes: tuple[str, ...]
     detail: tuple[Group, ...]
+
+    def names(self) -> dict[tuple[str, str], str]:
+        """(profile, pool) → what people read: of a job with several pools with the pool."""
+        pools = [(member.profile, member.pool) for group in self.detail for member in group.members]
+        count = Counter(profile for profile, _ in pools)
+        return {(name, pool): name if count[name] == 1 else f"{name}:{pool}" for name, pool in pools}

@@ -3,7 +3,7 @@
 SVG by hand: a few rectangles and words need no library. As ``.html`` with the words of the plan under it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from coslice.plan.explain import explain
@@ -21,12 +21,13 @@ _SETTLE = 8.0
 def svg(plan: Plan, units: Sequence[Unit], *, most: int = 60) -> str:
     """``units``: as ``planner.units_of`` gives them. At most ``most`` groups are drawn, and it is said."""
     of = {(unit.job, unit.pool): unit for unit in units}
+    called = plan.names()
     shared = [group for group in plan.detail if len(group.members) > 1]
     body: list[str] = []
     y = _TOP
     for group in shared[:most]:
         members = [of[(member.profile, member.pool)] for member in group.members]
-        body.append(_lane(y, f"{group.name}  {group.useful_duty:.0%} useful", members))
+        body.append(_lane(y, f"{group.name}  {group.useful_duty:.0%} useful", members, called))
         y += _LANE + 10 + 15 * len(members)
     if not shared:
         body.append(_text(_LEFT, y + 14, "no two jobs can share within the bound"))
@@ -55,7 +56,7 @@ def page(plan: Plan, units: Sequence[Unit]) -> str:
     )
 
 
-def _lane(y: int, name: str, members: Sequence[Unit]) -> str:
+def _lane(y: int, name: str, members: Sequence[Unit], called: Mapping[tuple[str, str], str]) -> str:
     longest = max(unit.period for unit in members)
     turns = sum(longest / unit.period * len(unit.turns) / len(unit.solo_ends) for unit in members)
     played: list[Played] = []
@@ -86,7 +87,11 @@ def _lane(y: int, name: str, members: Sequence[Unit]) -> str:
             f'fill="{_COLOURS[number % len(_COLOURS)]}"/>'
         )
         parts.append(
-            _text(_LEFT + 16, below, f"{unit.job}: {unit.duty:.0%} of a cycle of {unit.period:.4g} s")
+            _text(
+                _LEFT + 16,
+                below,
+                f"{called[unit.job, unit.pool]}: {unit.duty:.0%} of a cycle of {unit.period:.4g} s",
+            )
         )
     parts.append(_text(_WIDTH - 20, y + _LANE + 14, f"{end - begin:.4g} s", anchor="end"))
     return "".join(parts)

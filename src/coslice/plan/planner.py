@@ -11,7 +11,7 @@ from coslice.plan.batch import Table
 from coslice.plan.cluster import Cluster
 from coslice.plan.grouping import Grouping
 from coslice.plan.model import Plan
-from coslice.plan.place import place
+from coslice.plan.place import Placement, place
 from coslice.plan.policy import choose
 from coslice.plan.settle import duty, keep_job_bounds
 from coslice.plan.tell import groups_told, slowdowns, tell
@@ -70,7 +70,7 @@ def plan(
         swap=_swap_words(cluster, units),
         method=method,
         unplaced=detail.unplaced,
-        notes=tuple(grouping.notes),
+        notes=(*grouping.notes, *_halves(detail)),
         detail=tuple(detail.groups),
     )
 
@@ -107,6 +107,24 @@ def _check(profiles: Sequence[Profile], cluster: Cluster, max_slowdown: float) -
         raise ConfigError(f"two profiles have one name: {', '.join(twice)}")
     if unknown := sorted(set(cluster.jobs) - set(names)):
         raise ConfigError(f"the cluster file has rules for {', '.join(unknown)}, and no profile is called so")
+
+
+def _halves(placed: Placement) -> list[str]:
+    """Of a job with several pools the cluster may have room for some only."""
+    names = {
+        here: dict.fromkeys(
+            member.profile
+            for group in placed.groups
+            if (group.name not in placed.unplaced) == here
+            for member in group.members
+        )
+        for here in (True, False)
+    }
+    some = [name for name in names[True] if name in names[False]]
+    if not some:
+        return []
+    told = ", ".join(some[:12]) + (f" and {len(some) - 12} more" if len(some) > 12 else "")
+    return [f"there is a place for some of their pools only, and without the others they cannot run: {told}"]
 
 
 def _share(parts: Sequence[float], whole: float) -> float:

@@ -72,7 +72,9 @@ def too_slow(one: Unit, other: Unit, slowdown: Sequence[float]) -> str:
     if not victim.buffered and block + 2 * swap > room:
         why = f": {partner.job} holds for {block:.0f} s at a time, and {victim.job} is off for {room:.0f} s"
         why += f" (swaps take {swap:.3g} s)" if swap else ""
-    return f"{victim.job} would be slowed down {value:.2f} x, and its bound is {victim.max_slowdown:.2f}{why}"
+    bound = victim.max_slowdown
+    digits = 2 if f"{value:.2f}" != f"{bound:.2f}" else 4
+    return f"{victim.job} would be slowed down {value:.{digits}f} x, and its bound is {bound:.2f}{why}"
 
 
 def _room(unit: Unit) -> float:
