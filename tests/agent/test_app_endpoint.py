@@ -22,7 +22,9 @@ from coslice.workload.listening import started
 
 MIB = 1 << 20
 SIZE = 32 * MIB
-QUICK = EngineSettings(section_wait=0.5, move_timeout=1.0, settle=0.3, probe_timeout=1.0, late=1.0)
+QUICK = EngineSettings(section_wait=0.5, move_timeout=30.0, settle=0.3, probe_timeout=30.0, late=30.0)
+"""For what fails: only requests that go on, and memory that stays, take so long."""
+HASTY = replace(QUICK, move_timeout=1.0, late=1.0)
 PATIENT = EngineSettings(section_wait=30.0, move_timeout=30.0, settle=30.0, probe_timeout=30.0, late=30.0)
 KINDS = ("vllm", "sglang")
 SLEEP = {"vllm": "/sleep", "sglang": "/release_memory_occupation"}
@@ -150,7 +152,7 @@ async def test_nothing_sleeps_while_requests_run(kind: str, start: Start) -> Non
     assert count(engine, SLEEP[kind]) == 0
     engine.hold(0)
     assert not engine.state()["paused"]
-    await backend.snapshot_engines([target(engine)])
+    await AppEndpointBackend(backend._ledger, settings=PATIENT).snapshot_engines([target(engine)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,8 +185,9 @@ async def test_builds_without_a_way_to_wait_are_drained_by_their_counts(
     engine.hold(1)
     assert (await failed(backend.snapshot_engines([target(engine)]))).busy
     engine.hold(0)
-    await backend.snapshot_engines([target(engine)])
-    await backend.restore_engines([target(engine)])
+    patient = AppEndpointBackend(backend._ledger, settings=PATIENT)
+    await patient.snapshot_engines([target(engine)])
+    await patient.restore_engines([target(engine)])
     assert engine.generate()
 
 
@@ -288,7 +291,7 @@ async def test_a_move_that_is_slower_than_its_deadline_is_looked_at_and_not_faul
 
 async def test_a_sleep_that_never_answers_fails_within_its_deadline(start: Start) -> None:
     engine = start("sglang", faults=["release-hangs"])
-    backend = AppEndpointBackend(settings=QUICK)
+    backend = AppEndpointBackend(settings=HASTY)
     async with asyncio.timeout(30):
         error = await failed(backend.snapshot_engines([target(engine)]))
     assert "did not go to sleep" in str(error)
@@ -328,10 +331,13 @@ async def test_a_502_is_answered_by_looking_and_never_by_a_second_release(fault:
 async def test_an_engine_that_does_not_come_back_well_is_lost_and_left_alone(
     kind: str, fault: str, words: str, start: Start
 ) -> None:
-    engine, backend = start(kind), AppEndpointBackend(settings=QUICK)
+    engine, backend = start(kind), AppEndpointBackend(settings=PATIENT)
     where = target(engine)
     await backend.snapshot_engines([where])
     engine.fault(fault)
+    hangs = HASTY if fault in ("wake-hangs", "resume-hangs") else QUICK
+    settings = replace(QUICK, probe_timeout=1.0) if fault == "completions-hang" else hangs
+    backend = AppEndpointBackend(backend._ledger, settings=settings)
     error = await failed(backend.restore_engines([where]))
     assert error.lost
     assert words in str(error)
@@ -432,7 +438,8 @@ async def test_an_answer_that_points_elsewhere_is_not_followed(start: Start) -> 
 
 async def test_an_engine_that_is_not_well_is_not_put_to_sleep(start: Start) -> None:
     engine = start("vllm", faults=["completions-hang"])
-    error = await failed(AppEndpointBackend(settings=QUICK).snapshot_engines([target(engine)]))
+    backend = AppEndpointBackend(settings=replace(QUICK, probe_timeout=1.0))
+    error = await failed(backend.snapshot_engines([target(engine)]))
     assert "is not well before it sleeps" in str(error)
     assert count(engine, "/pause") == count(engine, "/sleep") == 0
 

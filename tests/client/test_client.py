@@ -204,11 +204,13 @@ class TestBounds:
     def test_an_acquire_that_times_out_leaves_no_waiter(
         self, fake: FakeOrchestrator, client: coslice.Client
     ) -> None:
-        fake.take("a")
-        with pytest.raises(errors.AcquireTimeout, match="coslice explain a"):
-            client.acquire(timeout=0.05)
+        fake.take("b")
+        client.acquire("a")  # the stream is there: what is asked from now on arrives
+        with pytest.raises(errors.AcquireTimeout, match="coslice explain b"):
+            client.acquire("b", timeout=0.05)
         fake.until(lambda: fake.count("abandon") == 1)
-        assert not fake.groups["a"].queue
+        assert not fake.groups["b"].queue
+        client.yield_()
 
     def test_an_interrupted_acquire_leaves_no_waiter(
         self, fake: FakeOrchestrator, client: coslice.Client

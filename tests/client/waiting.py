@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from client.fake_server import BOUND
 
+import coslice
+
 
 def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
     """Run it in a thread; the list gets its result or its exception."""
@@ -20,6 +22,14 @@ def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[object
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, results
+
+
+def time_is_up(client: coslice.Client) -> None:
+    """For its acquires, now, and not when a busy machine comes to it."""
+    with client._link()._locked() as session:
+        for claim in session._claims:
+            claim.deadline = time.monotonic()
+            claim.wake()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

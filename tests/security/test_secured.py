@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 from agent.conftest import MIB, Node
+from msgspec.structs import replace
 from orchestrator.world import World
 
 import coslice
@@ -20,8 +21,9 @@ from coslice.agent.config import AgentConfig
 from coslice.cli.security import make_certs, make_token
 from coslice.core.ids import NodeId
 from coslice.errors import ConfigError, Denied
+from coslice.orchestrator import app as app_module
 from coslice.orchestrator.app import OrchestratorApp
-from coslice.orchestrator.config import GroupConfig, OrchestratorConfig, check
+from coslice.orchestrator.config import GroupConfig, OrchestratorConfig, agents_address, check
 from coslice.security import tokens
 from coslice.security.credentials import Credentials, credentials_from
 from coslice.security.listening import Tls, make_tls
@@ -81,6 +83,25 @@ async def secured(keys: Keys) -> AsyncIterator[OrchestratorApp]:
     await app.start()
     yield app
     await app.stop()
+
+
+async def test_where_clients_get_any_free_port_agents_do_too(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one after it may be in use: half of all connections of the machine have one like it."""
+    asked, listen = list[str](), app_module._listen
+
+    def noted(where: str, add_port: Callable[[str], int]) -> str:
+        asked.append(where)
+        return listen(where, add_port)
+
+    monkeypatch.setattr(app_module, "_listen", noted)
+    config = OrchestratorConfig(listen="127.0.0.1:0", tls=keys.tls(), token_secret=str(keys.secret))
+    app = OrchestratorApp(config)
+    await app.start()
+    await app.stop()
+    assert asked == ["127.0.0.1:0", "127.0.0.1:0"]
+    assert agents_address(replace(config, listen="127.0.0.1:50051")) == "127.0.0.1:50052"
 
 
 class Caller:

@@ -516,9 +516,7 @@ def _bind(config: OrchestratorConfig, served: Served) -> tuple[grpc.aio.Server, 
         return server, address, address
     plain, mutual = (served.credentials(ask_client=ask) for ask in (False, True))
     address = _listen(config.listen, lambda at: server.add_secure_port(at, plain))
-    agents = _listen(
-        agents_address(replace(config, listen=address)), lambda at: server.add_secure_port(at, mutual)
-    )
+    agents = _listen(agents_address(config), lambda at: server.add_secure_port(at, mutual))
     return server, address, agents
 
 

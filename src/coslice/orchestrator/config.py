@@ -181,7 +181,7 @@ def security(config: OrchestratorConfig) -> listening.Security:
 
 
 def agents_address(config: OrchestratorConfig) -> str:
-    """Where agents attach when there is TLS."""
+    """Where agents attach when there is TLS: the next port; any free one where clients have any, too."""
     if config.listen_agents is not None:
         return config.listen_agents
     host, _, port = config.listen.rpartition(":")
