@@ -97,6 +97,34 @@ def test_a_part_of_a_timer_may_be_no_number(tmp_path: Path) -> None:
     assert read(tmp_path, log).source.used == 5
 
 
+def test_a_log_of_the_first_versions(tmp_path: Path) -> None:
+    """``timing/``, and nothing about the step as a whole."""
+    lines = [
+        f"step:{n} - timing/gen:{20 + n} - timing/ref:4.5 - timing/update_actor:20.0" for n in range(1, 4)
+    ]
+    found = read(tmp_path, "\n".join(lines))
+    assert means(found.pools[0]) == {"gen": 22.0, "ref": 4.5, "update_actor": 20.0}
+    assert any("no time of a whole step" in note for note in found.source.notes)
+
+
+def test_what_ray_adds_to_a_line_is_no_part_of_it(tmp_path: Path) -> None:
+    text = samples.verl_colocated_log().replace(" - perf/max_memory_allocated_gb:33.0", "")
+    repeated = text.replace("\n", "\x1b[32m [repeated 2x across cluster] (Ray deduplicates logs)\x1b[0m\n")
+    assert read(tmp_path, repeated).pools == read(tmp_path, text).pools
+
+
+def test_lines_that_are_wrapped_are_told(tmp_path: Path) -> None:
+    """A terminal's, in a notebook: the times behind the break are in no step."""
+    text = samples.verl_colocated_log().replace(" - timing_s/old_log_prob:", " - timing_s\n/old_log_prob:")
+    found = read(tmp_path, text)
+    assert found.source.skipped == {"parts of step lines, which are wrapped or cut": 5}
+    assert any("look shorter than they were" in note for note in found.source.notes)
+    with pytest.raises(
+        ConfigError, match=r"no line has the times .* of 2: 1 step lines without times, 1 parts"
+    ):
+        read(tmp_path, "step:1 - actor/lr:1e-6 - timing_s\n/gen:5.0 - timing_s/step:9.0\n")
+
+
 # ── step files ─────────────────────────────────────────────────────────────
 
 

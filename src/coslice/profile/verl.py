@@ -1,5 +1,5 @@
 """veRL training logs: console lines (``step:7 - actor/loss:0.1 - timing_s/gen:12.3 - …``) and its JSON-lines
-file logger, of the colocated, legacy and fully-async trainers.
+file logger, of the colocated, legacy, one-step-off and fully-async trainers, and of its first versions.
 
 Sources of the names: the logs themselves. A fully-async run prints two lines per step: the trainer's, with
 ``timing_s/``, and the rollouter's, with ``fully_async/rollouter/``; from the second comes the sampler's pool.
@@ -20,12 +20,16 @@ from coslice.profile.steps import NO_TIME, Row, nested, trainer_pool, trend
 _COLOUR = re.compile(r"(?:\x1b)?\[[0-9;]*m")
 _STEP = re.compile(r"(?:^|[\s)\]])step:\s*(\d{1,18}) - ")
 _NUMBER = re.compile(r"(?:np\.\w+\()?([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))\)?")
-_TIMING = "timing_s/"
+_TIMING = ("timing_s/", "timing/")
+"""The second is of the first versions, which do not measure the step as a whole."""
+_REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+"""What ray puts behind a line that several workers wrote."""
+_PART = re.compile(r"(?:^|\s)(?:- )?(?:timing_s|timing)?/\w+:[\d.]+(?:e-?\d+)?(?: - |$)")
 _ROLLOUTER = "fully_async/rollouter/"
 
 
 def looks_like_verl(text: str) -> bool:
-    return _TIMING in text and (_STEP.search(text) is not None or '"data"' in text)
+    return any(prefix in text for prefix in _TIMING) and (_STEP.search(text) is not None or '"data"' in text)
 
 
 def read_verl(text: str, name: str, file: str, options: ReadOptions) -> Profile:
@@ -40,9 +44,7 @@ def read_verl(text: str, name: str, file: str, options: ReadOptions) -> Profile:
     for line in lines:
         found = _metrics(line)
         if found is None:
-            skipped[
-                "parameter-sync lines (their time is in the step)" if _is_sync(line) else "not step lines"
-            ] += 1
+            skipped[_kind(line)] += 1
             continue
         step, metrics, key = found
         if key in seen:
@@ -70,8 +72,9 @@ def read_verl(text: str, name: str, file: str, options: ReadOptions) -> Profile:
             skipped["step lines without times"] += 1
     if not steps:
         raise ConfigError(
-            f"{file}: a veRL log, but no line has the times of a step (timing_s/…): "
-            "run with trainer.logger including 'console' or 'file'"
+            f"{file}: a veRL log, but no line has the times of a step (timing_s/…), of {len(lines)}: "
+            f"{', '.join(f'{count} {reason}' for reason, count in skipped.items())}. "
+            "Run with trainer.logger including 'console' or 'file'"
         )
     asynchronous = (
         "staleness" in facts or "asynchronous" in facts or any("param_sync" in row for row in steps)
@@ -84,6 +87,12 @@ def read_verl(text: str, name: str, file: str, options: ReadOptions) -> Profile:
         state_bytes=int(facts.get("allocated", 0.0) * (1 << 30)),
         device_bytes=int(facts.get("reserved", 0.0) * (1 << 30)),
     )
+    if not any("step" in row for row in steps):
+        notes.append(
+            "the log has no time of a whole step: what no timer measured, such as rewards, is not in it"
+        )
+    if skipped[_CUT]:
+        notes.append("lines of steps are cut or wrapped: their steps look shorter than they were")
     if restarts:
         notes.append(f"step numbers go back {restarts} times: several runs in one file, all of them counted")
     pools = [trainer]
@@ -94,7 +103,7 @@ def read_verl(text: str, name: str, file: str, options: ReadOptions) -> Profile:
         name=name,
         pools=tuple(pools),
         source=Source(
-            kind="verl", file=file, read=len(lines), used=used, skipped=dict(skipped), notes=tuple(notes)
+            kind="verl", file=file, read=len(lines), used=used, skipped=dict(+skipped), notes=tuple(notes)
         ),
     )
 
@@ -122,7 +131,7 @@ def _metrics(line: str) -> tuple[int, dict[str, float], str] | None:
     """Step, numbers, and the text that identifies the line. None: not a line of metrics."""
     if line.lstrip().startswith("{"):
         return _json_metrics(line)
-    text = _COLOUR.sub("", line)
+    text = _REPEATED.sub("", _COLOUR.sub("", line))
     if (match := _STEP.search(text)) is None:
         return None
     body = text[match.end() :]
@@ -162,12 +171,18 @@ def _is_time(key: str) -> bool:
 def _timer(key: str) -> str:
     """``timing_s/gen`` → ``gen``; one version writes ``timing_s/timing_s/param_sync``."""
     while key.startswith(_TIMING):
-        key = key[len(_TIMING) :]
+        key = key.partition("/")[2]
     return key
 
 
-def _is_sync(line: str) -> bool:
-    return "timing_s/param_sync:" in line
+_CUT = "parts of step lines, which are wrapped or cut"
+
+
+def _kind(line: str) -> str:
+    """Of a line that is none of a step."""
+    if "timing_s/param_sync:" in line:
+        return "parameter-sync lines (their time is in the step)"
+    return _CUT if _PART.search(_COLOUR.sub("", line)) else "not step lines"
 
 
 def _remember(facts: dict[str, float], metrics: Mapping[str, float]) -> None:
