@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from ports import Kept
 
 from coslice.workload import listening
 
 CHILDREN = """
 import socket, subprocess, sys, threading
-server = socket.create_server(("127.0.0.1", 0))
+server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
 kids = []
 def child():
     waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
@@ -23,7 +24,7 @@ for thread in threads:
     thread.start()
 while len(kids) < 2:
     pass
-print(kids[0].pid, kids[1].pid, server.getsockname()[1], flush=True)
+print(kids[0].pid, kids[1].pid, flush=True)
 sys.stdin.read()
 over.set()
 for kid in kids:
@@ -38,11 +39,12 @@ def test_a_process_its_children_and_those_of_its_threads_are_one(
 ) -> None:
     if way == "all of proc":
         monkeypatch.setattr(os.path, "exists", lambda path: False)
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILDREN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
+    place = Kept()  # or somebody else may listen there when the parent has ended
+    port, pipe = place.port, subprocess.PIPE
+    command = [sys.executable, "-c", CHILDREN, str(port)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdout is not None
-        first, second, port = map(int, parent.stdout.readline().split())
+        first, second = map(int, parent.stdout.readline().split())
         assert sorted(listening.tree(parent.pid)) == sorted((parent.pid, first, second))
         assert listening.tree(parent.pid)[0] == parent.pid
         assert listening.tree(first) == (first,)
