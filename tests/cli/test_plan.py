@@ -46,6 +46,14 @@ def profiles(tmp_path: Path) -> Path:
     return folder
 
 
+def test_files_of_other_systems_begin_with_a_mark(tmp_path: Path) -> None:
+    cluster, groups = tmp_path / "cluster.toml", tmp_path / "groups.toml"
+    cluster.write_text("nodes = 3\n", encoding="utf-8-sig")
+    assert len(load_cluster(cluster).nodes) == 3
+    groups.write_text('[[groups]]\nname = "g1"\n', encoding="utf-8-sig")
+    assert [group.name for group in read_groups(groups)] == ["g1"]
+
+
 def test_the_keys_that_scripts_read(profiles: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     call(str(profiles), "--max-slowdown", "1.15", "--swap-s", "10", "--json", str(out))

@@ -38,6 +38,16 @@ def test_a_swap_that_is_too_slow_is_not_worth_it(tmp_path: Path) -> None:
     assert "not with swaps of 60 s" in call(str(log), "--swap-s", "60")
 
 
+def test_a_log_that_says_nothing_of_what_is_idle_gets_no_verdict(tmp_path: Path) -> None:
+    """TRL's own: the length of a step. That nothing is idle is not what it says."""
+    log = tmp_path / "trainer_state.json"
+    log.write_text(samples.trainer_state(profiled=False))
+    shown = call(str(log))
+    assert "worth it?  not known" in shown
+    assert "less than a tenth" not in shown
+    assert "not known" in call(str(log), str(log))
+
+
 def test_figures_and_profile_as_files(tmp_path: Path) -> None:
     log, figures, out = tmp_path / "train.log", tmp_path / "f.json", tmp_path / "p.json"
     log.write_text(samples.verl_async_log())

@@ -223,6 +223,8 @@ def test_reasons() -> None:
     assert "140.0%" in made.refused["a + b"]
     assert "long holds for 300 s at a time" in made.refused["short + long"]
     assert "120 GiB" in made.refused["big + big2"]
+    made = plan(profiles[:1] + profiles[4:5], cluster=Cluster(host_memory=50 << 30))
+    assert made.refused["a + big"].startswith("big has a saved state of 60")  # and not a
 
 
 def test_a_job_too_large_for_the_devices_stays_alone_and_is_told() -> None:

@@ -288,7 +288,7 @@ def _many(profiles: "list[Profile]", swap_s: float) -> list[str]:
                     f"{figures.idle_blocks_s[1]:.4g}",
                     f"buffered {pool.staleness:g}" if pool.coupling == "buffered" else "closed",
                     f"{figures.recovered:.0%}",
-                    _verdict_word(figures),
+                    _verdict_word(pool, figures),
                 )
             )
         skipped = [f"left out: {count} {reason}" for reason, count in profile.source.skipped.items()]
@@ -331,7 +331,7 @@ def _one(profile: "Profile", swap_s: float) -> list[str]:
             f"(10 % under {low:.4g}, 10 % over {high:.4g}); off-time {_coupling(pool)}",
             f"    phases     {escape(_phases(pool))}",
             f"    recovers   {figures.recovered:.1%} of its time, used by others, with swaps of {swap_s:g} s",
-            f"    worth it?  {_verdict(figures)}",
+            f"    worth it?  {_verdict(pool, figures)}",
         ]
     if profile.source.notes:
         lines.append("")
@@ -380,15 +380,24 @@ def _phases(pool: "Pool") -> str:
     return " · ".join(shown) + (f" · {rest} more under 0.1 %" if rest else "")
 
 
-def _verdict_word(figures: "PoolFigures") -> str:
+def _nothing_known(pool: "Pool") -> bool:
+    """How long a step takes, and not one of its phases."""
+    return all(phase.name == "other" for phase in pool.phases)
+
+
+def _verdict_word(pool: "Pool", figures: "PoolFigures") -> str:
     if figures.worth:
         return "yes"
+    if _nothing_known(pool):
+        return "not known"
     return f"under {figures.break_even_s:.2g} s" if figures.break_even_s else "no"
 
 
-def _verdict(figures: "PoolFigures") -> str:
+def _verdict(pool: "Pool", figures: "PoolFigures") -> str:
     if figures.worth:
         return f"[green]yes[/green], up to swaps of {figures.break_even_s:.3g} s"
+    if _nothing_known(pool):
+        return "[yellow]not known[/yellow]: the file does not say what is idle in a step"
     if figures.break_even_s:
         return (
             f"[yellow]not with swaps of {figures.swap_s:g} s[/yellow]: from {figures.break_even_s:.2g} s down"

@@ -87,7 +87,7 @@ def load_cluster(path: Path | None, *, swap_s: float | None = None) -> Cluster:
 
 def _read(path: Path) -> _File:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
         data = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
         return msgspec.convert(data, _File)
     except OSError as error:

@@ -134,12 +134,9 @@ class Grouping:
             one, other = self.units[a], self.units[b]
             if not (self._shares(one) and self._shares(other)):
                 continue
-            why = (
-                rules.unfit(one, self.cluster)
-                or rules.unfit(other, self.cluster)
-                or rules.never(one, other, self.cluster)
-                or rules.too_much(one, other)
-            )
+            unfit = [(unit, why) for unit in (one, other) if (why := rules.unfit(unit, self.cluster))]
+            why = "; ".join(f"{self._name(unit)} {why}" for unit, why in unfit)
+            why = why or rules.never(one, other, self.cluster) or rules.too_much(one, other)
             if not why and (slow := self.failed.get((a, b))) is not None:
                 why = rules.too_slow(one, other, slow)
             if why:

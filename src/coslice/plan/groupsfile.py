@@ -79,7 +79,7 @@ def format_groups(plan: Plan) -> str:
 def read_groups(path: Path) -> list[GroupEntry]:
     """Raises ``ConfigError`` naming the file, and the group if it is one's."""
     try:
-        found = msgspec.convert(tomllib.loads(path.read_text()), _File).groups
+        found = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8-sig")), _File).groups
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, msgspec.ValidationError) as error:

@@ -20,7 +20,7 @@ def unfit(unit: Unit, cluster: Cluster) -> str:
     if cluster.nodes and unit.nodes > len(cluster.nodes):
         return f"needs {unit.nodes} nodes, and the cluster has {len(cluster.nodes)}"
     if cluster.host_memory and host_bytes(unit) > cluster.host_memory:
-        return f"its saved state of {format_size(host_bytes(unit))} a node does not fit the host's memory"
+        return f"has a saved state of {format_size(host_bytes(unit))} a node, more than the host's memory"
     return ""
 
 
