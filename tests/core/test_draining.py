@@ -8,9 +8,10 @@ from coslice.core import effects as fx
 from coslice.core import events as ev
 from coslice.core.draining import moving
 from coslice.core.effects import ReasonCode
+from coslice.core.events import ContextState
 from coslice.core.group import Group, Held, Resident, Swapping, next_deadline
 from coslice.core.group_state import held_by
-from coslice.core.ids import JobId, NodeId, SessionId
+from coslice.core.ids import Incarnation, JobId, NodeId, SessionId
 from coslice.core.story import describe, why_waiting
 from coslice.orchestrator import metrics
 
@@ -91,6 +92,38 @@ def test_a_swap_that_is_on_ends_without_a_grant() -> None:
     w.undrain("n0")
     w.settle()
     assert b.holding
+
+
+def test_a_node_that_served_others_is_out_once_nothing_moves_there() -> None:
+    """Its agent saw epochs that the store never had (it is new, or a backup): nobody answers for those."""
+    w = World("n0")
+    w.nodes[N0].epoch = 41
+    w.attach("n0")
+    w.drain("n0")
+    assert not moving(w.group, N0)
+    node = w.nodes[N0]
+    node.contexts[A], node.incarnations[A] = ContextState.LEAVING, Incarnation("a-1")
+    node.push()
+    w.settle()
+    assert moving(w.group, N0)
+    w.undrain("n0")
+    w.ask(w.client("a1", job="a"))
+    assert [e.epoch for e in w.last.effects if isinstance(e, fx.MakeResident)] == [42], (
+        "it is asked all the same"
+    )
+
+
+def test_a_report_that_was_lost_with_its_stream_keeps_no_node_from_being_out() -> None:
+    w, a, b = world()
+    w.yield_(a)
+    w.drain("n0")
+    w.abandon(b)
+    node = w.nodes[N0]
+    node.up = False
+    w.settle()  # what it says now is heard by nobody, and nobody asks again
+    w.detach("n0")
+    w.attach("n0")
+    assert not moving(w.group, N0)
 
 
 def test_other_nodes_serve_who_has_nothing_there() -> None:

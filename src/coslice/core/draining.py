@@ -13,6 +13,7 @@ from coslice.core import lease, swap
 from coslice.core.effects import ReasonCode
 from coslice.core.events import ContextState
 from coslice.core.group_state import (
+    UNASKED,
     Drained,
     Group,
     Held,
@@ -91,12 +92,16 @@ def waited_out(group: Group, view: NodeView) -> bool:
 
 
 def moving(group: Group, node: NodeId) -> bool:
-    """Is its agent at work, or may somebody who holds no lease any more still compute there?"""
+    """Is its agent at work, or may somebody who holds no lease any more still compute there?
+
+    Of what it was asked before its stream was up only its facts can tell: it may have been over long ago, or
+    asked by somebody else, and nobody asks a drained node again.
+    """
     view = view_of(group, node)
     if view is None or not view.attached:
         return False
     frozen = [held.job for held in group.frozen]
-    return bool(view.outstanding) or any(
+    return bool(view.outstanding and view.asked_at != UNASKED) or any(
         c.state in (ContextState.LEAVING, ContextState.RETURNING)
         or (c.job in frozen and c.state is ContextState.LIVE)
         for c in view.facts.contexts

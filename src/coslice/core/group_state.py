@@ -127,6 +127,9 @@ class Swapping(Struct, frozen=True, gc=False, kw_only=True, tag=True):
 Occupancy = Empty | Resident | Held | Swapping
 
 
+UNASKED = -1.0
+
+
 class NodeView(Struct, frozen=True, gc=False, kw_only=True):
     """The orchestrator's copy of one node: what its agent said last, and whether its stream is up."""
 
@@ -135,7 +138,7 @@ class NodeView(Struct, frozen=True, gc=False, kw_only=True):
     attached: bool = False
     detached_at: float = 0.0
     asked_at: float = 0.0
-    """When that command was last sent."""
+    """When that command was last sent; ``UNASKED``: not since its stream is up."""
     outstanding: Epoch = Epoch(0)
     """The last command not answered yet: until it is, the facts may be about to change. 0: none."""
 

@@ -16,6 +16,7 @@ from coslice.core.group_state import (
     LIVE,
     ON_DEVICE,
     PARKED,
+    UNASKED,
     Fault,
     Held,
     JobRecord,
@@ -54,7 +55,7 @@ def attached(turn: Turn, event: ev.NodeAttached) -> None:
         return
     old, newest = view_of(turn.group, event.node), turn.group.epoch
     view = old or NodeView(node=event.node)
-    view = replace(view, facts=event.facts, attached=True)
+    view = replace(view, facts=event.facts, attached=True, asked_at=UNASKED)
     new = old is None
     if event.epoch > (newest if old is not None else 0):
         view = replace(
