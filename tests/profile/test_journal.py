@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from coslice.admission.model import Rules
+from coslice.admission.simulated import Admission
 from coslice.errors import ConfigError
 from coslice.profile.options import ReadOptions
 from coslice.profile.read import read_profiles
 from coslice.simulate.run import simulate
-from coslice.simulate.spec import Faults, Job, Pool, Scenario, Stretch, alternating, whole_swap
+from coslice.simulate.spec import Drift, Faults, Job, Pool, Scenario, Stretch, alternating, whole_swap
 
 
 def run(tmp_path: Path, *jobs: Job, until: float = 2000.0) -> Path:
@@ -104,3 +106,24 @@ def test_predecessors_are_read_too_and_damaged_lines_counted(tmp_path: Path) -> 
 def test_a_journal_without_a_cycle(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to profile"):
         read_profiles(run(tmp_path, alternating("a", 20.0, 30.0), until=40.0))
+
+
+def test_time_that_admission_keeps_a_job_waiting_is_not_the_jobs(tmp_path: Path) -> None:
+    """Requests at the door are in no journal: taken for off-time, half an hour there was the job's own."""
+    path = tmp_path / "journal.jsonl"
+    drift = (Drift(3000.0, 1.5), Drift(5000.0, 1 / 1.5))
+    jobs = (alternating("math", 40.0, 60.0, drift=drift), alternating("code", 40.0, 60.0))
+    scenario = Scenario(pools=(Pool(name="pool"),), jobs=jobs, cost=whole_swap(8.0), until=12_000.0)
+    seen = Admission(Rules(mode="enforce"))
+    simulate(scenario, journal=path, gate=seen)
+    codes = [one.code for one in seen.report().decisions]
+    assert (codes.count("queued"), codes.count("lifted")) == (1, 1)
+    found = {profile.name: profile for profile in read_profiles(path)}
+    assert found["code"].pools[0].period.mean == pytest.approx(100.0)
+    assert found["code"].source.skipped == {"admission lines": len(codes)}
+
+
+def test_a_job_without_a_whole_cycle_is_told(tmp_path: Path) -> None:
+    path = run(tmp_path, alternating("a", 20.0, 30.0), alternating("once", 20.0, 30.0, steps=1))
+    (profile,) = read_profiles(path)
+    assert "no whole cycle, and so no profile: once" in profile.source.notes

@@ -38,6 +38,9 @@ class _Job(Struct):
     """When it asked for the turn that it has."""
     incarnation: str = ""
     bytes: int = 0
+    queued: bool = False
+    """By admission, which journals nothing of the requests that wait for it: when it will have asked for its
+    next turn nobody knows."""
     cut: int = 0
     """Turns that did not end with a yield: they say nothing."""
 
@@ -56,6 +59,7 @@ def read_journal_profiles(file: str, options: ReadOptions) -> list[Profile]:
     for line in journal.records:
         if "event" not in line:
             skipped[_kind(line)] += 1
+            _queued(line, jobs)
             if "coslice_journal" in line:  # a restart: another clock
                 for group, (holder, _) in held.items():
                     if (job := jobs.get((group, holder))) is not None:
@@ -84,6 +88,8 @@ def read_journal_profiles(file: str, options: ReadOptions) -> list[Profile]:
         raise ConfigError(
             f"{file}: no job in this journal held the lock and came back for it: nothing to profile"
         )
+    unknown = sorted({job_name for _, job_name in jobs} - set(pools))
+    rest = [f"no whole cycle, and so no profile: {_some(unknown)}"] if unknown else []
     return [
         Profile(
             name=job_name,
@@ -94,11 +100,15 @@ def read_journal_profiles(file: str, options: ReadOptions) -> list[Profile]:
                 read=len(journal.records) + journal.damaged + journal.torn,
                 used=used,
                 skipped=dict(skipped),
-                notes=tuple(notes[job_name]),
+                notes=(*notes[job_name], *rest),
             ),
         )
         for job_name, found in pools.items()
     ]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _pool(group: str, job: _Job, options: ReadOptions, notes: list[str]) -> Pool | None:
@@ -160,6 +170,8 @@ def _read(line: Line, jobs: dict[tuple[str, str], _Job], held: dict[str, tuple[s
         job = jobs.setdefault((group, str(event["job"])), _Job())
         if (start := str(event.get("incarnation", ""))) != job.incarnation:
             job.incarnation, job.left = start, None  # it began anew: no off-time of its loop
+        if job.queued:
+            job.queued, job.left = False, None
         job.asked.setdefault(str(event["request"]), (at, str(event.get("phase", ""))))
     for effect in line.get("effects", ()):
         granted = jobs.get((group, str(effect.get("job"))))
@@ -181,6 +193,14 @@ def _read(line: Line, jobs: dict[tuple[str, str], _Job], held: dict[str, tuple[s
     if before and (holder := jobs.get((group, before))) is not None:
         _ended(holder, at - since, at, whole=kind == "LeaseYielded")
     held[group] = (now, at)
+
+
+def _queued(line: Line, jobs: dict[tuple[str, str], _Job]) -> None:
+    said = line.get("admission")
+    if isinstance(said, dict) and said.get("code") == "queued":
+        job = jobs.get((str(said.get("group")), str(said.get("job"))))
+        if job is not None:
+            job.queued = True
 
 
 def _ended(job: _Job, on: float, at: float, *, whole: bool) -> None:
@@ -208,4 +228,6 @@ def _sizes(group: str, facts: Line, jobs: dict[tuple[str, str], _Job]) -> None:
 def _kind(line: Line) -> str:
     if "coslice_journal" in line:
         return "restarts of the orchestrator"
-    return next((f"{key} lines" for key in ("note", "solo", "summary") if key in line), "other lines")
+    return next(
+        (f"{key} lines" for key in ("note", "solo", "summary", "admission") if key in line), "other lines"
+    )
