@@ -10,7 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 from agent.conftest import MIB, PATIENCE, Node
-from agent.test_upstream import code_of, register, registered, stream, workload
+from agent.test_upstream import code_of, registered, workload
+from agent.test_upstream_serving import register, stream
 
 from coslice.cli.security import make_token
 from coslice.security import tokens
