@@ -27,6 +27,28 @@ def test_intervals_say_who_had_the_accelerator_and_who_waited() -> None:
     assert group.blocks == [(100.0, 108.0)]
 
 
+def test_what_admission_decided_is_told_and_who_is_queued_is_not_just_off() -> None:
+    header, *lines = sample.lines()
+
+    def said(t: float, code: str) -> dict[str, Any]:
+        return {"t": t, "admission": {"group": "pool", "job": "job-a", "code": code, "text": f"a is {code}"}}
+
+    at = next(number for number, line in enumerate(lines) if line["t"] > 102.0)
+    name = lines[0]["group"]
+    extra = [said(102.5, "queued"), said(103.5, "lifted")]
+    for line in extra:
+        line["admission"]["group"] = name
+    (group,) = build(header, [*lines[:at], *extra, *lines[at:]], torn=False).groups
+    assert [i.text for i in group.intervals if i.kind == "off"] == [
+        "off the accelerator, and queued by admission"
+    ]
+    told = [(d.at, d.code, d.text, d.trouble) for d in group.decisions if d.code.startswith("admission")]
+    assert told == [
+        (102.5, "admission_queued", "a is queued", True),
+        (103.5, "admission_lifted", "a is lifted", False),
+    ]
+
+
 def test_rewards_are_kept_for_each_run_of_a_job() -> None:
     header, *lines = sample.lines()
     assert build(header, lines, torn=False).rewards == {"job-a": [[0.25, 0.5]]}

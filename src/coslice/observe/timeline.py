@@ -42,6 +42,8 @@ TROUBLE = frozenset(
     )
 )
 """Codes of such decisions."""
+_UNWELCOME = frozenset(("refused", "evicted", "queued", "warned"))
+"""Those of admission."""
 
 
 class GroupReplay(Struct, kw_only=True):
@@ -69,6 +71,7 @@ class GroupReader:
         self._yielded_at: dict[str, float] = {}
         self._depth = 0
         self._frozen: dict[str, float] = {}
+        self._kept_out: set[str] = set()
 
     def resume(self, going_on: Interval, waiting: Mapping[str, tuple[str, float, str]], depth: int) -> None:
         """Begin in the middle. ``going_on``: what the lock does, by its kind; ``waiting``: job, since when
@@ -127,6 +130,21 @@ class GroupReader:
         self._froze(at, state.get("frozen") or ())
         self._moved_to(at, state)
 
+    def admission(self, at: float, said: Line) -> None:
+        """A decision of admission. What waits for it is in no journal until it goes to the lock."""
+        code, job = str(said["code"]), str(said["job"])
+        self.replay.decisions.append(
+            Decision(
+                at=at,
+                code=f"admission_{code}",
+                text=str(said["text"]),
+                job=job,
+                trouble=code in _UNWELCOME,
+            )
+        )
+        if code == "queued":
+            self._kept_out.add(job)
+
     def finish(self, at: float) -> None:
         self._froze(at, ())
         self._moved_to(at, {"occupancy": "empty", "job": None, "epoch": -1})
@@ -157,9 +175,11 @@ class GroupReader:
         if request not in self._waiting:
             self._waiting[request] = (job, at, str(event.get("phase", "")))
             if (left := self._yielded_at.pop(job, None)) is not None:
+                kept = ", and queued by admission" if job in self._kept_out else ""
                 self.replay.intervals.append(
-                    Interval(kind="off", job=job, begin=left, end=at, text="off the accelerator")
+                    Interval(kind="off", job=job, begin=left, end=at, text=f"off the accelerator{kept}")
                 )
+                self._kept_out.discard(job)
         self._phases[job] = str(event.get("phase", ""))
 
     def _granted(self, at: float, effect: Line) -> None:

@@ -46,12 +46,17 @@ def build(header: Line, lines: Iterable[Line], *, torn: bool, damaged: int = 0) 
     begin = end = float(header.get("clock", 0.0))
     count = 0
 
+    def reader(group: object) -> GroupReader:
+        return readers.setdefault(str(group), GroupReader(str(group)))
+
     def read(line: Line) -> None:
         nonlocal end, summary
         at = float(line.get("t", end))
         if "event" in line:
             end = max(end, at)
-            readers.setdefault(str(line["group"]), GroupReader(str(line["group"]))).read(line)
+            reader(line["group"]).read(line)
+        elif "admission" in line:
+            reader(line["admission"]["group"]).admission(at, line["admission"])
         elif "note" in line:
             note = line["note"]
             if note.get("name") == "reward":
@@ -71,13 +76,13 @@ def build(header: Line, lines: Iterable[Line], *, torn: bool, damaged: int = 0) 
             read(line)
         except (KeyError, TypeError, ValueError, AttributeError):  # valid JSON, and no line of ours
             damaged += 1
-    for reader in readers.values():
-        reader.finish(end)
+    for each in readers.values():
+        each.finish(end)
     return Replay(
         orchestrator=str(header.get("orchestrator", "")),
         begin=begin,
         end=end,
-        groups=[reader.replay for reader in readers.values()],
+        groups=[each.replay for each in readers.values()],
         solo=solo,
         rewards=rewards,
         summary=summary,
