@@ -110,6 +110,12 @@ def test_groups_come_change_and_go_but_for_those_in_use(up: Up) -> None:
         a.acquire("three", timeout=BOUND)
         up.file.write_text("[[groups]]\n")
         assert up.hang_up()[0].startswith(f"groups are as before: {up.file}: not a groups file")
+        for wrong, says in (
+            ((BASE.format("three", 0), BASE.format("three", 1)), "a group is named twice"),
+            ((BASE.format("three", 4095),), "no such core: [4095]"),
+        ):
+            up.write(*wrong)
+            assert up.hang_up()[0].startswith(f"groups are as before: {says}")
         a.yield_("three")
     up.write(BASE.format("three", 1) + 'policy = "priority:class/job-a=1"\nadmission = "warn"\n')
     (line,) = up.hang_up()

@@ -46,7 +46,9 @@ class GroupsFile:
 
     async def reload(self) -> list[str]:
         """Returns what was done, in prose. Raises ``ConfigError``, with nothing done."""
-        read = _by_name(groups_given(None, self._path, node=self._node))
+        given = groups_given(None, self._path, node=self._node)
+        self._devices(given)  # as at the next start: what would be refused then is a mistake now
+        read = _by_name(given)
         lines = {name: _with_devices_of(self._known.get(name), line) for name, line in read.items()}
         self._devices(tuple(lines.values()))
         if self._configs is not None:
