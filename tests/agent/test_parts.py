@@ -1,6 +1,7 @@
 """The agent's parts on their own: measuring, processes, buffers, the sampler."""
 
 import asyncio
+import gc
 import json
 import mmap
 import os
@@ -8,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,14 @@ from coslice.agent.tickets import Tickets
 from coslice.core.ids import GroupId, Incarnation, JobId, MemberId
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_collected() -> Iterator[None]:
+    """Our own memory is measured: tensors of earlier tests may lie in circles, and would go meanwhile."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 async def sleeper() -> asyncio.subprocess.Process:
@@ -276,7 +285,7 @@ def test_small_changes_are_not_told_and_peaks_are_at_the_next_decision() -> None
 def test_a_sample_of_four_processes_costs_less_than_two_percent_of_a_core() -> None:
     memory = AnonymousMemory(os.getpid())
     watched = Watched(1 << 40, [member(f"job-{i}", memory) for i in range(4)], set())
-    began = time.process_time()
+    began = time.thread_time()
     watched.sample(1000)
-    assert (time.process_time() - began) / 1000 * 20 < 0.02  # at 20 samples a second
+    assert (time.thread_time() - began) / 1000 * 20 < 0.02  # at 20 samples a second
     memory.close()

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -231,10 +230,8 @@ class TestBounds:
 
     def test_nobody_listening_is_reported_with_how_to_start_one(self) -> None:
         client = coslice.Client("127.0.0.1:1", job="j", groups="a", connect_timeout=0.2)
-        begun = time.monotonic()
         with pytest.raises(errors.OrchestratorUnreachable, match=r"127\.0\.0\.1:1.*coslice up"):
             client.acquire()
-        assert time.monotonic() - begun < BOUND
         client.close()
 
     def test_an_orchestrator_that_never_welcomes_is_unreachable(

@@ -19,9 +19,7 @@ def test_a_year_takes_no_time_and_timeouts_hold() -> None:
                 await loop.create_future()
         return loop.time() - start
 
-    begun = time.monotonic()
     assert run_virtual(main()) == pytest.approx(365 * 86_400)
-    assert time.monotonic() - begun < 30
 
 
 @settings(deadline=None)
