@@ -18,6 +18,8 @@ import pytest
 
 from coslice.cli.serving import Serving, follow
 from coslice.errors import ConfigError
+from coslice.observe.board import Board
+from coslice.observe.http import HttpServer
 from coslice.security.credentials import Credentials
 from coslice.security.listening import Security, Tls
 from coslice.security.served import Served
@@ -193,3 +195,24 @@ async def test_a_secret_that_is_replaced_is_read_again_without_a_signal(
         assert "nothing is changed: no token secret" in caplog.text
     finally:
         following.cancel()
+
+
+@needs_openssl
+async def test_certificates_that_change_while_they_are_read_are_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other would end the process that follows them."""
+    live = make_certificate(tmp_path / "live")
+    server = HttpServer(Board(), "localhost:0", Security(tls=live))
+    await server.start()
+
+    def read(_: Served) -> tuple[str, ...]:
+        Path(live.key).write_text("half a key")
+        return ()
+
+    try:
+        monkeypatch.setattr(Served, "read", read)
+        with pytest.raises(ConfigError, match="cannot be used"):
+            server.reload()
+    finally:
+        await server.stop()

@@ -86,7 +86,10 @@ class HttpServer:
         with what it had."""
         changed = self._served.read()
         if self._ssl is not None and self._security.tls is not None:
-            self._ssl.load_cert_chain(self._security.tls.cert, self._security.tls.key)
+            try:
+                self._ssl.load_cert_chain(self._security.tls.cert, self._security.tls.key)
+            except OSError as error:  # changed since they were looked at
+                raise ConfigError(f"{self._security.tls.cert} cannot be used: {error}") from None
         return changed
 
     async def stop(self) -> None:
