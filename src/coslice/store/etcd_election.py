@@ -133,7 +133,7 @@ class EtcdElection:
     async def _keep(self, lease: _Lease) -> None:
         loop = asyncio.get_running_loop()
         each = lease.ttl / (3 * self._api.members)
-        alarm = loop.call_at(lease.until, lease.lost, _silence(lease))
+        alarm, said = loop.call_at(lease.until, lease.lost, _silence(lease)), ""
         try:
             while not lease.gone.is_set():
                 # the pace of renewals
@@ -142,13 +142,15 @@ class EtcdElection:
                 try:
                     answer = await self._api.call("lease/keepalive", {"ID": lease.id}, timeout=each)
                 except StoreError as error:
-                    log.warning("the lease of the leader election could not be renewed: %s", error)
+                    if str(error) != said:  # it is tried ten times a second in the end
+                        log.warning("the lease of the leader election could not be renewed: %s", error)
+                    said = str(error)
                     continue
                 left = float(answer["result"].get("TTL", 0)) if "result" in answer else 0.0
                 if left <= 0:
                     lease.lost("the lease in etcd ran out")
                     return
-                lease.until = sent + lease.ttl
+                lease.until, said = sent + lease.ttl, ""
                 alarm.cancel()
                 alarm = loop.call_at(lease.until, lease.lost, _silence(lease))
         finally:
