@@ -15,6 +15,7 @@ from coslice.plan.place import Placement, place
 from coslice.plan.policy import choose
 from coslice.plan.settle import duty, keep_job_bounds
 from coslice.plan.tell import groups_told, slowdowns, tell
+from coslice.plan.together import keep_together
 from coslice.plan.units import CYCLES, Unit, unit_of
 from coslice.profile.model import Profile
 
@@ -48,6 +49,7 @@ def plan(
     grouping = Grouping(table, cluster, max_jobs, set(share), seed, began, budget)
     plans, method = grouping.run()
     groups = max((keep_job_bounds(table, one) for one in plans), key=lambda one: duty(table, one))
+    groups, together = keep_together(table, groups, {profile.name: profile for profile in profiles})
     groups.sort()
     chosen = choose(profiles, units, groups, tell(table, groups))
     told = [one.told for one in chosen]
@@ -60,7 +62,9 @@ def plan(
         useful_duty=_share(
             [math.fsum(t.useful) * w for t, w in zip(told, weights, strict=True)], sum(weights)
         ),
-        slowdown=slowdowns(units, groups, told),
+        slowdown={
+            job: max(value, together.get(job, 1.0)) for job, value in slowdowns(units, groups, told).items()
+        },
         refused=refused,
         seconds=time.monotonic() - began,
         useful_duty_alone=_share([unit.duty * unit.weight for unit in units], alone),

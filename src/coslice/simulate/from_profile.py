@@ -49,7 +49,8 @@ def job_of(
         )
         produce: tuple[Pass, ...] = ()
     else:
-        loop, produce = tuple(_passes(cycle, chosen["trainer"]) for cycle in trains), made
+        loop = tuple(_passes(cycle, chosen["trainer"]) for cycle in trains)
+        produce = tuple(_batch(first, cycle) for first, cycle in zip(made, trains, strict=True))
     return Job(
         name=name or profile.name,
         loop=loop,
@@ -102,6 +103,13 @@ def _passes(cycle: Cycle, group: str, *, less: float = 0.0) -> Pass:
         if turn.on > 0:
             parts.append(Stretch(turn.on, group, turn.phase))
     return tuple(parts) or (Stretch(0.0, "", "off"),)
+
+
+def _batch(made: Pass, cycle: Cycle) -> Pass:
+    """What the sampler does for one batch. Where the trainer waits for it alone, whatever the batch takes
+    beyond the sampler's turn is not the sampler standing still, too far ahead, but a part of its making."""
+    rest = cycle.make - sum(part.seconds for part in made) if cycle.wait > 0 else 0.0
+    return (*made, Stretch(rest, "", "off")) if rest > 0 else made
 
 
 def _on_only(cycle: Cycle, group: str) -> Pass:
