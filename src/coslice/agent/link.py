@@ -119,14 +119,16 @@ class Link:
     async def _try(self, channel: grpc.aio.Channel) -> None:
         """One connection and one stream, and the pause after it."""
         welcomed, trailers = False, None
-        self._why[self.address] = "nobody answers; is it up, does it use TLS too, is its certificate right?"
         if await self._reach(channel):
             welcomed, trailers = await self._attach(rpc.OrchestratorStub(channel))
             raise_if_cancelled()
+        else:
+            self._why[self.address] = (
+                "nobody answers; is it up, does it use TLS too, is its certificate right?"
+            )
         if welcomed:
             self._dial.reached()
             self._alone_since, self._told = None, False
-            self._why.clear()
         else:
             self._mention()
         if not self._dial.failed(trailers) and not welcomed:
@@ -196,8 +198,11 @@ class Link:
             log.info("the orchestrator at %s ended the stream", self.address)
         except grpc.aio.AioRpcError as error:
             level = logging.INFO if error.code() is grpc.StatusCode.UNAVAILABLE else logging.WARNING
-            log.log(level, "lost the orchestrator at %s: %s", self.address, error.details())
-            self._why[self.address] = error.details() or error.code().name
+            said = error.details() or error.code().name
+            if self._why.get(self.address) == said:  # as at the last attempt, a second ago
+                level = logging.DEBUG
+            self._why[self.address] = said
+            log.log(level, "lost the orchestrator at %s: %s", self.address, said)
             trailers = error.trailing_metadata()
         except asyncio.CancelledError:
             if not self._renewing:
@@ -215,6 +220,7 @@ class Link:
 
     def _welcome(self, welcome: pb.AgentWelcome) -> None:
         self.orchestrator = welcome.orchestrator
+        self._why.clear()
         self.unknown_groups = tuple(welcome.unknown_groups)
         if self.unknown_groups:
             log.warning("the orchestrator has no such groups: %s", ", ".join(self.unknown_groups))
