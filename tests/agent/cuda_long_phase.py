@@ -11,6 +11,7 @@ rounds = 0
 with coslice.connect().on_accelerators():
     device = Device(0)
     device.allocate(size)
+    print("inside", flush=True)
     while not awaited.exists():
         rounds += 1
         device.fill(rounds)

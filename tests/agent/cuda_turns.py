@@ -1,4 +1,7 @@
-"""A job of the end-to-end tests: device memory that only its sections touch. It registers nothing."""
+"""A job of the end-to-end tests: device memory that only its sections touch. It registers nothing.
+
+Each turn begins when a line comes on stdin.
+"""
 
 import argparse
 import sys
@@ -14,6 +17,7 @@ options = parser.parse_args()
 orchestrator = coslice.connect()
 device: Device | None = None
 for turn in range(options.turns):
+    sys.stdin.readline()
     with orchestrator.on_accelerators():
         if device is None:
             device = Device(0)

@@ -18,6 +18,7 @@ LONG = Path(__file__).with_name("cuda_long_phase.py")
 async def start(node: FakeNode, *words: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "coslice.cli.main", *words),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=node.environment(),
@@ -45,10 +46,18 @@ async def test_two_jobs_that_register_nothing_take_turns(
             for name in ("a", "b")
         ]
         async with asyncio.timeout(2 * PATIENCE):
+            said: list[list[bytes]] = [[], []]
+            for _ in range(TURNS):  # nobody is done with all its turns before the other has come
+                for job in jobs:
+                    assert job.stdin is not None
+                    job.stdin.write(b"\n")
+                for job, lines in zip(jobs, said, strict=True):
+                    assert job.stdout is not None
+                    lines.append(await job.stdout.readline())
             ends = await asyncio.gather(*(job.communicate() for job in jobs))
-        for job, (out, err) in zip(jobs, ends, strict=True):
+        for job, lines, (_, err) in zip(jobs, said, ends, strict=True):
             assert job.returncode == 0, err.decode()
-            assert out.decode().split("\n")[:TURNS] == [f"turn {turn}" for turn in range(TURNS)]
+            assert lines == [f"turn {turn}\n".encode() for turn in range(TURNS)]
         assert [call.code for call in node.calls("checkpoint")].count(0) >= 2
         assert [call.code for call in node.calls("restore")].count(0) >= 2
         assert node.poisonings == 0
@@ -84,9 +93,11 @@ async def test_a_job_that_does_not_end_its_phase_is_frozen_thawed_and_goes_on(
             return processes[-1]
 
         long = await run("long", str(LONG), str(4 * MIB), str(done))
-        short = await run("short", str(JOB), "--bytes", str(4 * MIB), "--turns", "2")
+        assert long.stdout is not None
         async with asyncio.timeout(2 * PATIENCE):
-            _, err = await short.communicate()
+            assert await long.stdout.readline() == b"inside\n"
+            short = await run("short", str(JOB), "--bytes", str(4 * MIB), "--turns", "2")
+            _, err = await short.communicate(b"\n\n")
             assert short.returncode == 0, err.decode()
             done.touch()
             out, err = await long.communicate()
