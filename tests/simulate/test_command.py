@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import profile_samples as samples
 import pytest
 from typer.testing import CliRunner
 
@@ -60,6 +61,12 @@ def test_jobs_from_files_and_from_two_figures_together(tmp_path: Path) -> None:
     told = json.loads(out.read_text())
     assert told["jobs"]["math"]["solo_step_s"] == pytest.approx(100.0)
     assert told["jobs"]["code"]["solo_step_s"] == pytest.approx(100.0)
+
+
+def test_of_a_job_with_several_pools_it_is_said_which_one_is_played(tmp_path: Path) -> None:
+    (tmp_path / "async.log").write_text(samples.verl_async_log())
+    said = " ".join(run(str(tmp_path / "async.log"), "code=20/80").split())
+    assert "the first is played: async (trainer, not sampler);" in said
 
 
 def test_policies_side_by_side(tmp_path: Path) -> None:

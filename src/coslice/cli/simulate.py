@@ -156,7 +156,9 @@ def _scenario(options: SimulateOptions) -> Scenario:
         return _read_scenario(options.scenario, options)
     if not options.jobs:
         raise ConfigError("nothing to simulate: name profiles, logs or step files, or write NAME=ON/OFF")
-    jobs = [job_of(profile, seed=options.seed or 0) for profile in profiles(options.jobs, options.staleness)]
+    found = profiles(options.jobs, options.staleness)
+    _say_which(found)
+    jobs = [job_of(profile, seed=options.seed or 0) for profile in found]
     longest = max(_step_s(job) for job in jobs)
     until = options.hours * 3600 if options.hours is not None else STEPS * longest
     pool = Pool(
@@ -176,6 +178,18 @@ def _scenario(options: SimulateOptions) -> Scenario:
         until=until,
         warmup=min(longest, until / 10),
     )
+
+
+def _say_which(found: Sequence[Profile]) -> None:
+    """One lock is played here, so one pool of each job."""
+    several = [
+        f"{one.name} ({one.pools[0].label}, not {', '.join(pool.label for pool in one.pools[1:])})"
+        for one in found
+        if len(one.pools) > 1
+    ]
+    if several:
+        told = ", ".join(several[:8]) + (f" and {len(several) - 8} more" if len(several) > 8 else "")
+        note(f"of jobs with several pools the first is played: {told}; a --scenario can have all")
 
 
 def profiles(names: Sequence[str], staleness: float | None) -> list[Profile]:
