@@ -17,6 +17,9 @@ import pytest
 from coslice.cli.main import main
 
 COSLICE = (sys.executable, "-m", "coslice.cli.main")
+TWO_CORES = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="two groups on a machine without a GPU have a core each"
+)
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("COSLICE_")}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.conftest import COSLICE, ENVIRONMENT, Start, coslice, in_process, run_arguments
+from cli.conftest import COSLICE, ENVIRONMENT, TWO_CORES, Start, coslice, in_process, run_arguments
 
 from coslice.cli.run import job_environment
 from coslice.errors import ConfigError
@@ -88,7 +88,7 @@ def test_without_an_orchestrator_every_command_says_how_to_start_one(
     [
         (["up", "--memory", "lots"], "is not a size"),
         (["up", "--group", "bad name"], "not a group name"),
-        (["up", "--group", "a", "--group", "a:cpus=0"], "named twice"),
+        pytest.param(["up", "--group", "a", "--group", "a:cpus=0"], "named twice", marks=TWO_CORES),
         (["up", "--group", "a:cpus=0", "--group", "b:cpus=0"], "core 0"),
         (["up", "--group", "a:colour=red"], "memory=512MiB"),
         (["up", "--cpus", "999"], "no such core"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli.conftest import COSLICE, ENVIRONMENT
+from cli.conftest import COSLICE, ENVIRONMENT, TWO_CORES
 
 import coslice
 from coslice.cli.plan import groups_given
@@ -90,6 +90,7 @@ def test_an_agent_says_whose_a_policy_is(said: str) -> None:
         run_agent(UpOptions(groups=(f"one:memory=16MiB:{said}",), device="host", node="n0"))
 
 
+@TWO_CORES
 def test_groups_come_change_and_go_but_for_those_in_use(up: Up) -> None:
     up.write(BASE.format("one", 0), BASE.format("two", 1))
     up.start()
