@@ -54,7 +54,8 @@ async def test_a_newcomer_that_would_slow_others_down_is_refused_at_the_door(
     assert dict(refused.data) == {"group": "pool", "job": "job-b", "max_slowdown": "1.1"}
     again = await b.refused(await b.ask("pool"))  # remembered for this start of the job
     assert again.message == refused.message
-    assert any("Admission refuses job-b" in line for line in await a.explain("pool", "job-b"))
+    told = [line for line in await a.explain("pool", "job-b") if "Admission refuses job-b" in line]
+    assert "another is judged anew" in told[0]
     status = await a.group("pool")
     assert [one.job for one in status.admission.members] == ["job-a"]
     await turns(a, 2)  # nobody else noticed

@@ -91,10 +91,11 @@ def test_a_clock_that_is_put_back_cuts_the_record(tmp_path: Path) -> None:
     lines = ["timestamp, index, utilization.gpu [%]"]
     for second in range(0, 4 * 3600, 5):
         hours = 2 if second < 7200 else 1
-        lines.append(f"{clock(second, hours=hours)}, 0, {load(second + (30 if second >= 7200 else 0))} %")
+        busy = load(second + (30 if second >= 7200 else 0))
+        lines += [f"{clock(second, hours=hours)}, {gpu}, {busy} %" for gpu in (0, 1)]
     found = read(tmp_path, lines)
-    check(found)
-    assert any("goes back 1 times" in note for note in found.source.notes)
+    check(found, accelerators=2)
+    assert ["goes back 1 times" in note for note in found.source.notes].count(True) == 1
 
 
 @pytest.mark.parametrize("zone", ["UTC", "America/New_York"])

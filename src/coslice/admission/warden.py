@@ -253,7 +253,7 @@ class Warden:
                 lines += stands(seat, books.watch.trails.get(seat.job), now)
         for (name, _), why in books.refused.items():
             if job == name:
-                lines.append(f"Admission refuses {name}: {why}")
+                lines.append(f"Admission refuses {name}, this start of it (another is judged anew): {why}")
         for one in books.decisions:
             if job in ("", one.job):
                 lines.append(f"{max(0.0, now - one.at):.1f} s ago: admission, {one.code}: {one.text}")

@@ -82,7 +82,7 @@ def read_samples(text: str, file: str, options: ReadOptions) -> Record:
     skipped: Counter[str] = Counter()
     notes: list[str] = []
     found = _samples(_Columns(header, options, file), rows, skipped, file)
-    devices = {device: _in_order(device, samples, notes) for device, samples in found.items()}
+    devices = {device: _in_order(samples, notes) for device, samples in found.items()}
     several = len({host for host, _, _ in devices}) > 1
     names = _names(list(devices), several, notes)
     if all(device == ("", "", "") for device in devices):
@@ -301,7 +301,7 @@ def _one_device(samples: Sequence[Sample], file: str, notes: list[str]) -> None:
     )
 
 
-def _in_order(device: Device, samples: list[Sample], notes: list[str]) -> list[Sample]:
+def _in_order(samples: list[Sample], notes: list[str]) -> list[Sample]:
     """In that of time."""
     back = [number for number in range(1, len(samples)) if samples[number].at < samples[number - 1].at]
     if not back:
@@ -319,6 +319,7 @@ def _in_order(device: Device, samples: list[Sample], notes: list[str]) -> list[S
                 later += gone + 2 * HOLE * usual
                 cut += 1
         found.append(replace(sample, at=sample.at + later) if later else sample)
-    if cut:
-        notes.append(f"the clock of gpu{device[1]} goes back {cut} times: the record is cut there")
+    told = f"the clock goes back {cut} times: the record is cut there"
+    if cut and told not in notes:  # of every device the same
+        notes.append(told)
     return found
