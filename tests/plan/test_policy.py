@@ -13,7 +13,7 @@ from coslice.plan.predict import predict
 from coslice.plan.tell import Told
 from coslice.simulate.from_profile import job_of
 from coslice.simulate.run import simulate
-from coslice.simulate.spec import Pool, Scenario, whole_swap
+from coslice.simulate.spec import Pool, Scenario, SwapCost, whole_swap
 
 THREE = [plan_jobs.job("long", 60, 300), plan_jobs.job("mid", 30, 200, 1), plan_jobs.job("short", 10, 100, 2)]
 
@@ -68,3 +68,27 @@ def test_a_small_job_in_a_large_group_computes_on_its_own_part_only() -> None:
     assert group.useful_duty <= group.duty_bound
     for member, size in zip(group.members, sizes, strict=True):
         assert member.useful_duty == pytest.approx(member.duty_alone / member.slowdown * size / 8, rel=0.01)
+
+
+def test_each_swap_takes_what_its_two_jobs_take_to_move() -> None:
+    """Not what the largest of the group takes."""
+    rate, states = 4 << 30, (1, 2, 40)
+    jobs = [
+        replace(profile, pools=(replace(profile.pools[0], state_bytes=gib << 30),))
+        for profile, gib in zip(THREE, states, strict=True)
+    ]
+    made = plan(jobs, cluster=Cluster(swap_bandwidth=rate), max_slowdown=1.4)
+    (group,) = made.detail
+    assert group.policy == "fair_share"
+    seen = simulate(
+        Scenario(
+            pools=(Pool(name="pool"),),
+            jobs=tuple(job_of(profile) for profile in jobs),
+            cost=SwapCost(out_rate=rate, in_rate=rate),
+            policy=group.policy,
+            until=30_000.0,
+            warmup=3000.0,
+        )
+    )
+    told = {member.profile: member.slowdown for member in group.members}
+    assert told == {name: pytest.approx(slow, abs=0.03) for name, slow in seen.slowdown.items()}

@@ -17,7 +17,7 @@ from coslice.plan.units import Unit
 from coslice.profile.model import Profile
 from coslice.simulate.from_profile import job_of
 from coslice.simulate.run import simulate
-from coslice.simulate.spec import Pool, Scenario, whole_swap
+from coslice.simulate.spec import Pool, Scenario, SwapCost
 
 PREFERRED = "fair_share"
 PREDICTED = "fifo"
@@ -30,6 +30,9 @@ CYCLES = 60.0
 TURNS = 1500
 WARMUP = 0.1
 _GOLDEN = 0.6180339887498949
+_RATE = 1e9
+MOVES = SwapCost(out_rate=_RATE, in_rate=_RATE)
+"""What a change of hands costs, each of ``moved`` bytes."""
 
 
 class Chosen(Struct, frozen=True):
@@ -60,6 +63,11 @@ def choose(
     return found
 
 
+def moved(unit: Unit) -> int:
+    """So many bytes that moving it takes what it takes; both ways take the same."""
+    return max(1, round(unit.out_s * _RATE))
+
+
 def _play(some: Sequence[Unit], profiles: Mapping[str, Profile], predicted: Told) -> Told:
     """The same figures, under the preferred policy; of two starts the worse."""
     turns = sum(len(unit.turns) / len(unit.solo_ends) / unit.period for unit in some)
@@ -67,11 +75,14 @@ def _play(some: Sequence[Unit], profiles: Mapping[str, Profile], predicted: Told
     slow = [1.0] * len(some)
     for apart in (0.0, 1.0):
         jobs = [
-            job_of(
-                replace(profiles[unit.job], pools=(profiles[unit.job].pool(unit.pool),)),
-                name=unit.job,
-                seed=number,
-                arrival=apart * (number * _GOLDEN % 1.0) * unit.period,
+            replace(
+                job_of(
+                    replace(profiles[unit.job], pools=(profiles[unit.job].pool(unit.pool),)),
+                    name=unit.job,
+                    seed=number,
+                    arrival=apart * (number * _GOLDEN % 1.0) * unit.period,
+                ),
+                bytes=moved(unit),
             )
             for number, unit in enumerate(some)
         ]
@@ -79,7 +90,7 @@ def _play(some: Sequence[Unit], profiles: Mapping[str, Profile], predicted: Told
             Scenario(
                 pools=(Pool(name="pool"),),
                 jobs=tuple(jobs),
-                cost=whole_swap(max(unit.out_s + unit.in_s for unit in some)),
+                cost=MOVES,
                 policy=PREFERRED,
                 until=until,
                 warmup=WARMUP * until,

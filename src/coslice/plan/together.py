@@ -7,13 +7,16 @@ be longer than the sum: such jobs are played by the lock's own core, in all thei
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from coslice.plan.batch import Table
 from coslice.plan.judge import judge_finally
+from coslice.plan.policy import MOVES, moved
 from coslice.plan.settle import Members, settle
 from coslice.profile.model import Profile
 from coslice.simulate.from_profile import job_of
 from coslice.simulate.run import simulate
-from coslice.simulate.spec import Pool, Scenario, whole_swap
+from coslice.simulate.spec import Pool, Scenario
 
 MOST_POOLS = 64
 """In plans of more it is left at the sum: a play takes tenths of a second."""
@@ -98,8 +101,14 @@ def _play(table: Table, part: frozenset[Members], profiles: Mapping[str, Profile
     told = simulate(
         Scenario(
             pools=tuple(Pool(name=f"g{number}") for number in range(len(part))),
-            jobs=tuple(job_of(profiles[job], groups=pools) for job, pools in where.items()),
-            cost=whole_swap(max(unit.out_s + unit.in_s for unit in some)),
+            jobs=tuple(
+                replace(
+                    job_of(profiles[job], groups=pools),
+                    bytes=max(moved(unit) for unit in some if unit.job == job),
+                )
+                for job, pools in where.items()
+            ),
+            cost=MOVES,
             until=until,
             warmup=WARMUP * until,
         )
