@@ -365,6 +365,15 @@ def test_a_folder_of_logs_is_read_and_what_else_is_in_it_is_told(tmp_path: Path)
     assert said == [f"{folder}: no record of a job in checkpoints, e.log, index.json, weights.bin"]
 
 
+def test_the_index_of_step_files_is_not_told_as_left_out(tmp_path: Path) -> None:
+    index = '[{"file": "a.jsonl", "gpus": "4 trainer H100"}]'
+    folder = in_a_folder(tmp_path / "runs", a_jsonl=samples.step_file(), index_json=index)
+    said: list[str] = []
+    (profile,) = read_all([folder], note=said.append)
+    assert profile.pools[0].accelerators == 4
+    assert said == [f"{folder}: no record of a job in checkpoints"]
+
+
 def test_the_logs_that_profiles_of_a_folder_were_made_of_are_no_jobs_beside_them(
     tmp_path: Path,
 ) -> None:

@@ -1,5 +1,6 @@
 """Records of GPU utilisation as tools of several versions write them: which device, clock and unit."""
 
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def test_the_readers_own_zone_changes_nothing(
 ) -> None:
     """An hour that was skipped there was none where the record was made."""
     monkeypatch.setenv("TZ", zone)
-    __import__("time").tzset()
+    time.tzset()
     try:
         begin = datetime(2026, 3, 8, 1, 0, tzinfo=UTC)
         lines = ["timestamp, index, utilization.gpu [%]"]
@@ -115,7 +116,7 @@ def test_the_readers_own_zone_changes_nothing(
         assert not any("hole" in note or "back" in note for note in found.source.notes)
     finally:
         monkeypatch.undo()
-        __import__("time").tzset()
+        time.tzset()
 
 
 def test_times_without_a_date_go_on_after_midnight(tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ def _of_folder(folder: Path, options: ReadOptions | None, note: Callable[[str], 
             read.append(file)
         except Foreign:
             pass
-    others = [file.name for file in files if file not in set(read)]
+    used = {*read, *(folder / "index.json" for one in profiles if one.source.kind == "steps")}
+    others = [file.name for file in files if file not in used]
     some = ", ".join(others[:6]) + (f" and {len(others) - 6} more" if len(others) > 6 else "")
     if not read:
         raise ConfigError(
