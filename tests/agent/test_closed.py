@@ -1,6 +1,7 @@
 """Processes that close their channel and live on, and who needs their room: real ones, of both protocols."""
 
 import asyncio
+import copy
 import os
 import signal
 from collections.abc import Callable
@@ -9,10 +10,12 @@ import pytest
 from agent.conftest import GROUP, MIB, PATIENCE, Node, Process, contexts
 from agent.test_upstream import Caller, registered, workload
 
+from coslice.agent import closed
 from coslice.agent.closed import ClosedChannel, ClosedChannels
-from coslice.agent.members import Member
+from coslice.agent.members import Member, MoveRefused
 from coslice.agent.processes import stopped
 from coslice.wire.upstream import snapshot_agent_pb2 as up
+from coslice.wire.v1 import coslice_pb2 as pb
 
 SOON = 0.05
 """Of ``channel_grace``: nothing here dials again before it is told to."""
@@ -127,6 +130,30 @@ async def test_an_operation_on_it_says_at_once_why_not(node: Node) -> None:
     assert await caller.states() == {"theirs": "RUNNING"}
 
 
+async def test_what_the_driver_does_not_tell_is_not_taken_for_nothing(node: Node) -> None:
+    await node.start(orchestrator=None, channel_grace=SOON)
+    process, caller = await node.workload("ours", "--device", "cuda", group=""), Caller(node)
+    await close(node, process)
+    failed = await caller.ended(await caller.snapshot("ours"))
+    assert failed.status == up.OPERATION_STATUS_FAILED
+    assert f"{LIVES_ON} nobody knows how much on the device" in failed.error
+
+
+async def test_a_part_that_was_saved_is_not_said_to_be_back(node: Node) -> None:
+    await node.start(orchestrator=None, channel_grace=SOON)
+    process = await node.workload("ours", group="")
+    await close(node, process)
+    await process.do("free")
+    member = member_of(node, process)
+    member.away = MIB
+    out, back = pb.MoveOut(op="o/out"), pb.MoveIn(op="o/in")
+    await member.move(out.op, pb.WorkloadCommand(move_out=out), timeout=PATIENCE)
+    assert member.parked
+    assert member.state_bytes
+    with pytest.raises(MoveRefused, match="while its state was saved"):
+        await member.move(back.op, pb.WorkloadCommand(move_in=back), timeout=PATIENCE)
+
+
 @pytest.mark.parametrize("at_it", [True, False])
 async def test_who_may_be_at_an_order_still_has_not_closed_it(node: Node, at_it: bool) -> None:
     await node.start(orchestrator=None)
@@ -141,7 +168,7 @@ async def test_who_may_be_at_an_order_still_has_not_closed_it(node: Node, at_it:
 
 
 async def test_who_is_stopped_has_not_closed_it_and_who_is_moved_without_it_need_not_have_it(
-    node: Node,
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream of one that is stopped breaks: it answers no pings. Once it goes on it dials again."""
     await node.start(orchestrator=None, channel_grace=3600.0)
@@ -156,8 +183,17 @@ async def test_who_is_stopped_has_not_closed_it_and_who_is_moved_without_it_need
     assert member.channel is None
     os.kill(process.pid, signal.SIGCONT)
     await seen(lambda: not stopped(process.pid))
-    ClosedChannels(grace=0.0, asked=lambda _: False, resized=lambda _: None).over(member)
+    with monkeypatch.context() as freezer:
+        freezer.setattr(closed.cgroups, "frozen", lambda _: True)
+        agents.over(member)
     assert member.channel is None
+    ClosedChannels(grace=0.0, asked=lambda _: False, measure=lambda _: None, resized=lambda _: None).over(
+        member
+    )
+    assert member.channel is None
+    another = copy.copy(member)  # as of a registration that was refused
+    agents.over(another)
+    assert another.channel is None
     agents.over(member)
     assert isinstance(member.channel, ClosedChannel)
     assert not member.connected

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from agent.cuda_world import MIB, PATIENCE, CudaWorld, cuda_world, libraries, look_again
+from msgspec.structs import replace
 
 from coslice.agent import cuda
 from coslice.agent.discovery import cgroups, procfs
@@ -250,6 +251,13 @@ async def test_occupancy_finds_the_jobs_processes(world: CudaWorld) -> None:
     jobs = {occupancy.job_of(pid) for pid in survey.usage()}
     assert jobs == {"a", None}
     assert occupancy.job_of(stranger.pids[0]) is None
+    assert occupancy.known_bytes_of(member) == 2 * 3 * MIB
+    silent = tuple(
+        replace(gpu, holders=tuple(replace(h, bytes=None) for h in gpu.holders)) for gpu in survey.gpus
+    )
+    for last in (replace(survey, gpus=silent), Survey(error="NVML does not answer")):
+        world.surveyor.last = last
+        assert occupancy.known_bytes_of(member) is None
 
 
 def test_devices_are_found_before_the_agent_serves(

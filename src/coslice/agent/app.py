@@ -143,7 +143,10 @@ class AgentApp:
         self._surveyor = Surveyor()
         self._occupancy = Occupancy(self.members, self._surveyor)
         self.closed = ClosedChannels(
-            grace=config.channel_grace, asked=lambda member: self.backends.asks(member), resized=self._resized
+            grace=config.channel_grace,
+            asked=lambda m: self.members.get(m.group, m.id) is m and self.backends.asks(m),
+            measure=self._occupancy.known_bytes_of,
+            resized=self._resized,
         )
         self.members.gauge = self._occupancy.bytes_of
         self._baselines = Baselines()

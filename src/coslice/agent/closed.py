@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from coslice.agent.discovery import cgroups
 from coslice.agent.host import Gone
 from coslice.agent.members import Member, OpenChannel
 from coslice.agent.occupancy import NOTABLE
@@ -20,16 +21,19 @@ from coslice.wire.v1 import coslice_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+Measure = Callable[[Member], int | None]
+"""Bytes on cuda devices, by the driver. None: it does not tell, which is never taken for nothing."""
+
 
 class ClosedChannel(OpenChannel):
     """Stands where the process's channel was, until it opens another."""
 
     open = False
 
-    def __init__(self, member: Member, resized: Callable[[Member], None]) -> None:
+    def __init__(self, member: Member, measure: Measure, resized: Callable[[Member], None]) -> None:
         super().__init__()
         self.member = member
-        self._member, self._resized = member, resized
+        self._member, self._measure, self._resized = member, measure, resized
         self._left_nothing = False
 
     def send(self, command: pb.WorkloadCommand) -> None:
@@ -45,16 +49,17 @@ class ClosedChannel(OpenChannel):
 
     def _move_out(self, op: str) -> None:
         member = self._member
-        used = _measured(member)
-        state = used - (member.residual if member.device == "cuda" else member.baseline)
-        if state >= min(NOTABLE, member.state_bytes // 2 or NOTABLE):
-            text = f"it closed its channel to the agent and lives on, with {format_size(state)} on the device"
+        used = self._measure(member) if member.device == "cuda" else _anonymous(member)
+        kept = member.residual if member.device == "cuda" else member.baseline
+        if used is None or used - kept >= min(NOTABLE, member.state_bytes // 2 or NOTABLE):
+            there = "nobody knows how much" if used is None else format_size(used - kept)
+            text = f"it closed its channel to the agent and lives on, with {there} on the device"
             member.refused(pb.MoveFailed(op=op, code=pb.FAILED, message=text))
             return
-        if member.state_bytes:
+        self._left_nothing = not member.away  # a part of it is saved: that is the process's to bring back
+        if self._left_nothing and member.state_bytes:
             member.state_bytes = 0
             self._resized(member)
-        self._left_nothing = True
         member.moved(pb.Moved(op=op, device_bytes_before=used, device_bytes_after=used))
 
     def _move_in(self, op: str) -> None:
@@ -68,11 +73,16 @@ class ClosedChannel(OpenChannel):
 
 class ClosedChannels:
     def __init__(
-        self, *, grace: float, asked: Callable[[Member], bool], resized: Callable[[Member], None]
+        self,
+        *,
+        grace: float,
+        asked: Callable[[Member], bool],
+        measure: Measure,
+        resized: Callable[[Member], None],
     ) -> None:
         """``grace``: seconds after which a stream that ended was closed. ``asked``: does its backend need the
-        channel? ``resized`` is told of members whose state is no more."""
-        self._grace, self._asked, self._resized = grace, asked, resized
+        channel, of one that is a member still? ``resized`` is told of members whose state is no more."""
+        self._grace, self._asked, self._measure, self._resized = grace, asked, measure, resized
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._stopped = False
 
@@ -88,7 +98,8 @@ class ClosedChannels:
         self._stop(member)
         if not member.lost or member.channel is not None or member.has_ended or not self._asked(member):
             return
-        if stopped(member.pid):  # it cannot have dialled; the kernel tells nobody when it goes on
+        if stopped(member.pid) or cgroups.frozen(cgroups.groups_of(member.pid)):
+            # It cannot have dialled; the kernel tells nobody when it goes on.
             self.lost(member, False)
             return
         log.warning(
@@ -98,7 +109,7 @@ class ClosedChannels:
             member.job,
             member.pid,
         )
-        member.attach(ClosedChannel(member, self._resized))
+        member.attach(ClosedChannel(member, self._measure, self._resized))
 
     def stop(self) -> None:
         """Streams that end from now on are ended by the agent."""
@@ -111,10 +122,7 @@ class ClosedChannels:
             timer.cancel()
 
 
-def _measured(member: Member) -> int:
-    """Bytes, by the kernel; on cuda all of the process's, by the last survey."""
-    if member.device == "cuda":
-        return member.gauge(member) if member.gauge is not None else member.state_bytes
+def _anonymous(member: Member) -> int:
     try:
         return member.memory.measure(NOTABLE)
     except Gone:

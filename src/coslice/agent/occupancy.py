@@ -63,6 +63,14 @@ class Occupancy:
         pids = [pid for pid, (_, owner) in self._owners.items() if owner is member]
         return self._surveyor.last.bytes_of(pids)
 
+    def known_bytes_of(self, member: Member) -> int | None:
+        """The same; None where the driver does not tell."""
+        pids = {pid for pid, (_, owner) in self._owners.items() if owner is member}
+        told = [holder.bytes for gpu in self.last.gpus for holder in gpu.holders if holder.pid in pids]
+        if self.last.error or None in told or (member.state_bytes and not told):
+            return None  # of state without a context nobody could say where it is
+        return self.last.bytes_of(pids)
+
     @property
     def last(self) -> Survey:
         """The newest survey."""
