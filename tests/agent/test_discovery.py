@@ -15,9 +15,12 @@ from msgspec.structs import replace
 from coslice.agent import cuda
 from coslice.agent.discovery import cgroups, procfs
 from coslice.agent.discovery.survey import Gpu, Holder, Survey
-from coslice.agent.members import Members
+from coslice.agent.host import AnonymousMemory
+from coslice.agent.members import Member, Members
 from coslice.agent.occupancy import Occupancy, belongs
 from coslice.agent.processes import start_time
+from coslice.core.ids import GroupId, Incarnation, JobId, MemberId
+from coslice.security import fingerprint
 from coslice.testing.fake_cuda import FakeNode, uuid
 
 POD = "0a1b2c3d-4e5f-6789-abcd-ef0123456789"
@@ -147,6 +150,37 @@ def test_this_process_and_its_parents() -> None:
 def test_a_process_belongs_to_the_member_that_its_ancestor_is(tmp_path: Path) -> None:
     members = Members()
     assert belongs(os.getpid(), list(members)) is None
+
+
+def test_a_process_that_left_its_tree_is_of_its_own_job_though_two_have_one_token() -> None:
+    """As a script's that exports ``COSLICE_INCARNATION`` once, and runs two."""
+    nobody = 1 << 22  # no pid is so large
+    two = [
+        Member(
+            id=MemberId(job),
+            job=JobId(job),
+            incarnation=Incarnation(fingerprint.incarnation("one")),
+            group=GroupId("g"),
+            pid=nobody,
+            started=0,
+            memory=AnonymousMemory(os.getpid()),
+        )
+        for job in ("a", "b")
+    ]
+    for job, found in (("b", two[1]), ("a", two[0]), ("", two[0])):
+        environment = {"COSLICE_INCARNATION": "one", "COSLICE_JOB": job}
+        with subprocess.Popen(
+            ["sh", "-c", "echo; read end"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | environment,
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # from here on it has its environment
+            assert belongs(process.pid, two) is found
+            process.communicate()
+    for member in two:
+        member.memory.close()
 
 
 # ── surveys ────────────────────────────────────────────────────────────────

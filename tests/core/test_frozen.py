@@ -120,6 +120,15 @@ def test_its_yield_while_it_is_frozen_ends_the_lease_and_its_place() -> None:
         w.apply(ev.LeaseYielded(at=w.now, job=a.job, session=SessionId("b1"), epoch=yielded[1]))
 
 
+def test_admission_does_not_end_it() -> None:
+    w = world()
+    a, _ = overrun(w)
+    with pytest.raises(Rejected, match="nothing to take away"):
+        w.apply(ev.JobEvicted(at=w.now, job=JobId("a"), reason="not admitted beside b", by="admission"))
+    assert a.holding
+    assert frozen_lease(w.group, JobId("a")) is not None
+
+
 def test_nobody_else_yields_it() -> None:
     w = world()
     a, b = overrun(w)

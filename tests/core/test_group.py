@@ -869,12 +869,15 @@ def test_a_backup_of_the_middle_of_a_lease_faults_nobody() -> None:
     assert (a.refused, b.refused) == ([], [])
 
 
-def test_a_node_that_served_others_joins_in_the_middle_of_a_lease() -> None:
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_node_that_served_others_joins_in_the_middle_of_a_lease(declared: bool) -> None:
     w = World("n0", "n1")
     w.nodes["n1"].epoch = 41
     w.group = replace(w.group, views=tuple(v for v in w.group.views if v.node == "n0"))
     w.attach("n0")
     a = hold(w, "a1", "a")
+    if declared:
+        w.apply(ev.NodesChanged(at=w.now, nodes=(NodeId("n0"), NodeId("n1"))))
     for _ in range(2):
         w.attach("n1")
         w.settle()

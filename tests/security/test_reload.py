@@ -1,6 +1,7 @@
 """SIGHUP: files that a server checks callers with are read again while it runs. Real processes."""
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -163,6 +164,8 @@ class _Reads:
         self.tried.put_nowait(content)
         if content == b"broken":
             raise ConfigError("no token secret")
+        if content == b"full":
+            raise OSError(errno.ENOSPC, "No space left on device")
         self.read.put_nowait(content)
         return ("token secret",)
 
@@ -188,11 +191,12 @@ async def test_a_secret_that_is_replaced_is_read_again_without_a_signal(
     try:
         async with asyncio.timeout(BOUND):
             assert await part.tried.get() == b"first"
-            for name in ("second", "broken", "third"):
+            for name in ("second", "broken", "full", "third"):
                 renew(name)
                 assert await part.tried.get() == name.encode()
         assert [part.read.get_nowait() for _ in range(3)] == [b"first", b"second", b"third"]
         assert "nothing is changed: no token secret" in caplog.text
+        assert "nothing is changed: [Errno 28]" in caplog.text
     finally:
         following.cancel()
 

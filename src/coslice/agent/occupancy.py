@@ -33,12 +33,11 @@ def belongs(pid: int, members: "tuple[Member, ...] | list[Member]") -> Member | 
     for ancestor in procfs.line(pid):
         if ancestor in by_pid:
             return by_pid[ancestor]
-    token = procfs.environment(pid).get("COSLICE_INCARNATION", "")
-    if token:
-        started = fingerprint.incarnation(token)
-        for member in members:
-            if member.incarnation == started:
-                return member
+    environment = procfs.environment(pid)
+    if token := environment.get("COSLICE_INCARNATION", ""):
+        started, job = fingerprint.incarnation(token), environment.get("COSLICE_JOB", "")
+        if mine := [member for member in members if member.incarnation == started]:
+            return next((m for m in mine if m.job == job), mine[0])  # a script may export one for two jobs
     here = cgroups.placement(pid)
     if here.pod or here.container:
         agent = cgroups.placement(os.getpid())

@@ -185,7 +185,7 @@ def _reread(parts: Sequence[Part], why: str) -> list[str] | None:
     """What changed; None: something cannot be used, which is logged, and nothing did."""
     try:
         return list(dict.fromkeys(name for part in parts for name in part.reload()))
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:  # a disk may be full: that ends nobody who serves
         log.error("%s: nothing is changed: %s", why, error)
         return None
 

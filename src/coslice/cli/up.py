@@ -209,6 +209,7 @@ class _OwnToken:
     def __init__(self, options: UpOptions, folder: Path) -> None:
         self.path = folder / "own-agent.token"
         self._secret, self._node = options.security.token_secret, node_of(options)
+        self._key = b""
 
     async def start(self) -> None:
         self.reload()
@@ -219,9 +220,12 @@ class _OwnToken:
     def reload(self) -> tuple[str, ...]:
         if self._secret is not None:
             (key, *_) = read_keys(self._secret)
+            if key == self._key:
+                return ()
             self.path.unlink(missing_ok=True)
             token = mint(key, role=AGENT, name=self._node, expires=time.time() + _OWN_TOKEN_S)
             write_secret(self.path, token.encode())
+            self._key = key
         return ()
 
 

@@ -72,9 +72,10 @@ def attached(turn: Turn, event: ev.NodeAttached) -> None:
     if type(on) is Swapping and event.epoch > on.epoch:
         swap.rebegin(turn, on, f"{event.node} has seen epoch {event.epoch} already")
     elif type(on) is Held and event.epoch > on.epoch:
-        # It would refuse a command of this lease. One that was of the group, and saw a later lease than the
+        # It would refuse a command of this lease. One that was in the group, and saw a later lease than the
         # group ever had, knows that this one ended: the store is from before (a backup).
-        if not new and event.epoch > newest:
+        was_in = old is not None and old.facts != NodeFacts()  # not only said to come
+        if was_in and event.epoch > newest:
             lease.revoke(turn, on, f"{event.node} has seen epoch {event.epoch}: the store is older than that")
     else:
         swap.follow(turn, view, attached=True)

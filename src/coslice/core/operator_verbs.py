@@ -7,7 +7,16 @@ from coslice.core import effects as fx
 from coslice.core import lease, sessions
 from coslice.core.effects import ReasonCode, RefuseCode
 from coslice.core.events import OPERATOR, ContextState
-from coslice.core.group_state import Empty, Group, Held, is_lost, lease_with, record_of, waiting
+from coslice.core.group_state import (
+    Empty,
+    Group,
+    Held,
+    frozen_lease,
+    is_lost,
+    lease_with,
+    record_of,
+    waiting,
+)
 from coslice.core.ids import JobId
 from coslice.core.outcome import Rejected
 from coslice.core.prose import names
@@ -46,7 +55,8 @@ def evict(turn: Turn, job: JobId, because: str, by: str) -> None:
     held, group = turn.group.occupancy, turn.group
     why = f"{by} took it away{f': {because}' if because else ''}"
     holds = by == OPERATOR and type(held) is Held and held.job == job
-    if not holds and all(w.job != job for w in waiting(group)):
+    begun = by != OPERATOR and frozen_lease(group, job) is not None  # and goes on when its turn comes
+    if not holds and (begun or all(w.job != job for w in waiting(group))):
         raise Rejected(
             RefuseCode.NOT_HELD.value,
             f"{job} neither holds group {group.id} nor waits for it: there is nothing to take away",
