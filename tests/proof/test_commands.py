@@ -2,9 +2,16 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
+import threading
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+
+import pytest
+
+from coslice.cli.chaos import _start
 
 COSLICE = (sys.executable, "-m", "coslice.cli.main")
 
@@ -57,6 +64,41 @@ def test_ctrl_c_ends_chaos_at_once_with_the_figures_so_far(tmp_path: Path) -> No
     assert chaos.returncode == 130, said + errors
     assert "Traceback" not in errors
     assert json.loads(out.read_text())["seeds"] < 20000
+
+
+def test_ctrl_c_that_another_thread_hears_cuts_off_no_worker_that_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Libraries have threads, which block nothing."""
+    heard, told = socket.socketpair()
+    told.setblocking(False)
+    over, begun = threading.Event(), list[SpawnProcess]()
+    other = threading.Thread(target=over.wait)
+    other.start()
+
+    def start(process: SpawnProcess) -> None:
+        assert other.ident is not None
+        signal.pthread_kill(other.ident, signal.SIGINT)
+        assert heard.recv(1)
+        begun.append(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    known = list[SpawnProcess]()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    waker = signal.set_wakeup_fd(told.fileno())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _start(range(2), 2, known)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.set_wakeup_fd(waker)
+        signal.signal(signal.SIGINT, handler)
+        over.set()
+        other.join()
+        heard.close()
+        told.close()
+    assert len(known) == 2
+    assert known == begun
 
 
 def test_explore_names_its_alphabet_and_its_bounds(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def _run(seeds: range, workers: int) -> tuple[list[Outcome], bool]:
     interrupted = False
     try:
         console.print(f"{len(seeds)} seeds from {seeds.start}, {workers} workers")
-        processes, pipes = _start(seeds, workers)
+        pipes = _start(seeds, workers, processes)
         _collect(pipes, len(seeds), outcomes)
     except KeyboardInterrupt:
         interrupted = True
@@ -73,10 +73,13 @@ def _run(seeds: range, workers: int) -> tuple[list[Outcome], bool]:
     return sorted(outcomes, key=lambda outcome: outcome.seed), interrupted
 
 
-def _start(seeds: range, workers: int) -> tuple[list[SpawnProcess], list[Connection]]:
-    """Each has every n-th seed. Ctrl-C is for us alone: who is started while it is blocked never hears it."""
+def _start(seeds: range, workers: int, processes: list[SpawnProcess]) -> list[Connection]:
+    """Each has every n-th seed, and is added to ``processes``. Ctrl-C is for us alone: who is started while
+    it is blocked never hears it. We do when all are started: another thread of ours may take it, and a worker
+    that is cut off while it starts complains."""
     context = multiprocessing.get_context("spawn")
-    processes, pipes = [], []
+    pipes, pressed = [], list[int]()
+    heard = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for number in range(min(workers, len(seeds))):
@@ -89,7 +92,10 @@ def _start(seeds: range, workers: int) -> tuple[list[SpawnProcess], list[Connect
             pipes.append(ours_end)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return processes, pipes
+        signal.signal(signal.SIGINT, heard)
+    if pressed and heard is not signal.SIG_IGN:
+        raise KeyboardInterrupt
+    return pipes
 
 
 def _work(seeds: range, pipe: Connection) -> None:
