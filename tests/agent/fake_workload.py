@@ -7,7 +7,8 @@ the first N moves), ``--die`` (exits on the first MoveOut), ``--slow S`` (answer
 seconds), ``--hold`` (answers none before it is told ``go``), ``--keep N`` (so much of what it gave back is
 kept by its allocator, and used again on MoveIn), ``--refuse-back`` (MoveIn fails). Commands arrive as lines
 on stdin: ``grow N``, ``use N`` (anonymous memory that is not state), ``drop``, ``reconnect``, ``check``,
-``busy N``, ``go``, ``free`` (its state), ``close`` (its channel, and live on). Facts go out as JSON lines.
+``busy N``, ``go``, ``free`` (its state), ``close`` (its channel, and live on), ``open`` (it again, with state
+made anew). Facts go out as JSON lines.
 """
 
 import argparse
@@ -228,6 +229,9 @@ class Workload:
             elif word == "free" and self.state is not None:
                 self.state.close()
                 self.state = None
+            elif word == "open":
+                self.state = fill(self.size, self.seed)
+                self.open.set()
             elif word in ("reconnect", "close") and self.call is not None:
                 if word == "close":
                     self.open.clear()

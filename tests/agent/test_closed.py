@@ -89,6 +89,24 @@ async def test_a_native_process_that_gave_its_memory_back_has_no_state_any_more(
     assert (member.state_bytes, member.connected) == (0, False)
 
 
+async def test_who_comes_back_with_new_state_while_the_device_is_anothers_is_set_aside(node: Node) -> None:
+    """As one that registers for the first time: nobody gets device memory by that or is ended for it."""
+    await node.start(channel_grace=SOON, sample_interval=0.001)
+    process = await node.workload("ours")
+    await node.orchestrator.make_resident(GROUP, "ours", 1)
+    await close(node, process)
+    await process.do("free")
+    await node.orchestrator.make_resident(GROUP, "theirs", 2)
+    await node.workload("theirs")
+    process.tell("open")
+    await process.until("admitted")
+    states = contexts((await node.status()).groups[0])
+    assert states == {"ours": "SAVED", "theirs": "LIVE"}
+    back = (await node.orchestrator.make_resident(GROUP, "ours", 3)).done
+    assert contexts(back.residency) == {"ours": "LIVE", "theirs": "SAVED"}
+    assert (await process.until("moved_in"))["intact"]
+
+
 async def test_who_closed_it_with_its_state_saved_gets_that_back_once_it_opens_another(node: Node) -> None:
     await node.start(channel_grace=SOON)
     process = await loaded(node, "theirs")

@@ -436,13 +436,21 @@ class Registry:
         says = (message.state_bytes, message.need_bytes, parked, away, *unkept_of(message))
         known = (member.state_bytes, member.need, member.parked, member.away, member.unkept, member.bases)
         changed = known != says
+        came = member.parked and not (parked or away or member.moving)  # by itself: its channel was closed
         member.state_bytes, member.need, member.parked, member.away, member.unkept, member.bases = says
         member.modes = tuple(message.modes) or ("offload",)
         member.rank, member.device, member.backend = message.rank, message.device or "host", message.backend
         member.placed = False
-        moving = member.moving
+        moving, group = member.moving, self._groups.get(member.group)
+        if group is not None and came and not (group.is_coming(member.job) or group.fits(member)):
+            member.admitted = False  # nobody else pays for it meanwhile
+            with group.admitting(member.job):
+                try:
+                    await self._park(member, group, channel)
+                finally:
+                    await self._announce(member, group)
+            return
         self._open(member, channel)
-        group = self._groups.get(member.group)
         if group is not None and (not member.announced or (changed and not moving)):
             await self._announce(member, group)
 
