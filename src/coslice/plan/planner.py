@@ -15,7 +15,7 @@ from coslice.plan.place import Placement, place
 from coslice.plan.policy import choose
 from coslice.plan.settle import duty, keep_job_bounds
 from coslice.plan.tell import groups_told, slowdowns, tell
-from coslice.plan.together import keep_together
+from coslice.plan.together import keep_together, not_played
 from coslice.plan.units import CYCLES, Unit, unit_of
 from coslice.profile.model import Profile
 
@@ -74,7 +74,7 @@ def plan(
         swap=_swap_words(cluster, units),
         method=method,
         unplaced=detail.unplaced,
-        notes=(*grouping.notes, *_halves(detail)),
+        notes=(*grouping.notes, *_summed(not_played(table, groups)), *_halves(detail)),
         detail=tuple(detail.groups),
     )
 
@@ -125,10 +125,17 @@ def _halves(placed: Placement) -> list[str]:
         for here in (True, False)
     }
     some = [name for name in names[True] if name in names[False]]
-    if not some:
-        return []
-    told = ", ".join(some[:12]) + (f" and {len(some) - 12} more" if len(some) > 12 else "")
-    return [f"there is a place for some of their pools only, and without the others they cannot run: {told}"]
+    told = "there is a place for some of their pools only, and without the others they cannot run"
+    return [f"{told}: {_some(some)}"] if some else []
+
+
+def _summed(jobs: Sequence[str]) -> list[str]:
+    told = "waits in two groups are added up, not played at once (too many pools), and may be longer"
+    return [f"{told}: {_some(jobs)}"] if jobs else []
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _share(parts: Sequence[float], whole: float) -> float:

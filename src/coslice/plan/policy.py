@@ -6,6 +6,7 @@ free, so that any policy does the same (but for those that keep it free). In lar
 else the group is to be first come, first served, as it was predicted.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
@@ -44,19 +45,17 @@ class Chosen(Struct, frozen=True):
 def choose(
     profiles: Sequence[Profile], units: Sequence[Unit], groups: Sequence[Members], told: Sequence[Told]
 ) -> list[Chosen]:
-    """``told``: as predicted, first come first served. A job with several pools must not wait longer in any
-    of its groups than that: its waits add up."""
+    """``told``: as predicted, first come first served. Groups of jobs that share in several keep that: it is
+    how they were played ``together``."""
     by_name = {profile.name: profile for profile in profiles}
     played = sum(len(group) > 2 for group in groups) <= MOST_GROUPS and len(units) <= MOST_POOLS
+    shares = Counter(units[u].job for group in groups if len(group) > 1 for u in group)
     found = []
     for group, predicted in zip(groups, told, strict=True):
         chosen = Chosen(PREDICTED if len(group) > 2 else "", predicted)
-        if len(group) > 2 and played:
+        if len(group) > 2 and played and all(shares[units[u].job] == 1 for u in group):
             seen = _play([units[u] for u in group], by_name, predicted)
-            bounds = [
-                units[u].max_slowdown if len(by_name[units[u].job].pools) == 1 else slow
-                for u, slow in zip(group, predicted.slowdown, strict=True)
-            ]
+            bounds = [units[u].max_slowdown for u in group]
             if all(slow <= bound for slow, bound in zip(seen.slowdown, bounds, strict=True)):
                 chosen = Chosen(PREFERRED, seen)
         found.append(chosen)
