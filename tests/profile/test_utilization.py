@@ -182,3 +182,24 @@ def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--busy-above 0\.05"):
         read(tmp_path, shares)
     check(read(tmp_path, shares, busy_above=0.05))
+
+
+def test_lines_that_were_written_the_other_way_round_do_not_cut_the_record(tmp_path: Path) -> None:
+    lines = [f"{clock(second)}, 0, {load(second)} %" for second in range(0, 60 * 60, 2)]
+    head, usual = ["timestamp, index, utilization.gpu [%]"], len(lines) // 100
+    ordered = read(tmp_path, [*head, *lines])
+    for first in range(50, len(lines) - 1, len(lines) // usual):
+        lines[first : first + 2] = lines[first + 1], lines[first]
+    assert read(tmp_path, [*head, *lines]) == ordered
+
+
+@pytest.mark.parametrize(
+    "form", ["{t:%Y}/{t.month}/{t.day} {t.hour}:{t:%M:%S}", "{t:%Y/%m/%d}, {t:%H:%M:%S}"]
+)
+def test_times_as_spreadsheets_write_them(tmp_path: Path, form: str) -> None:
+    lines = ["timestamp, time, index, utilization.gpu [%]" if "," in form else "timestamp, index, util"]
+    for second in range(0, 60 * 12, 2):
+        lines.append(f"{form.format(t=BEGIN.replace(day=4) + timedelta(seconds=second))}, 0, {load(second)}")
+    (pool,) = read(tmp_path, lines).pools
+    assert pool.busy.mean == BUSY
+    assert pool.period.mean == CYCLE

@@ -3,7 +3,8 @@ dmon``. Knows columns, units, clocks; ``utilization`` makes blocks of what it re
 
 A device is told by its index, else by its UUID, bus or serial number; with several hosts in one file, by its
 host too. Times without a zone are read as UTC: what counts is how far apart they are. Where a device's clock
-goes back (summer time ends, a record was begun anew) the record is cut, not put into another order.
+goes back (summer time ends, a record was begun anew) the record is cut, not put into another order; by a few
+samples' time it is: two lines were written the other way round.
 """
 
 import csv
@@ -38,12 +39,15 @@ _FRACTION = re.compile(r"prof_|act$", re.I)
 _MEMORY = re.compile(r"^(memory[._]used.*|(gpu_)?mem(ory)?_used.*|dcgm_fi_dev_fb_used|fb_?used.*)$", re.I)
 _ZONE = re.compile(r" [A-Z]{2,5}$")
 _CLOCK = re.compile(r"\d\d:\d\d:\d\d(\.\d+)?")
+_DAY_ONLY = re.compile(r"\d{4}[-/]\d\d?[-/]\d\d?")
+_SINGLE = re.compile(r"(?<![\d.])\d(?!\d)")
+"""A digit alone, as spreadsheets write months and hours."""
 _LATEST = 1e11
 """Seconds since 1970; no clock is there yet."""
 _LOOKS = 64
 """Lines among which the first samples are looked for: a device may have none."""
 _DISORDER = 0.01
-"""Of a device's samples; more of them before the one above and the file has another order than time."""
+"""Of a device's samples; more that are long before the one above and the file has another order than time."""
 _DAY = 86400.0
 HOLE = 10
 """Longer than this many intervals without a sample is a hole in the record, not a long sample."""
@@ -167,6 +171,7 @@ class _Columns:
         self._times = (
             [stamp] if stamp is not None else [place for place in (date, clock) if place is not None]
         )
+        self._clock = clock
         self._millis = bool(self._times) and "ms" in header[self._times[0]].lower()
         self._every = options.interval_s
         if not self._times and self._every <= 0:
@@ -202,6 +207,8 @@ class _Columns:
         try:
             value = float(text)
         except ValueError:
+            if self._clock is not None and _DAY_ONLY.fullmatch(text):
+                text += f" {cells[self._clock]}"
             return _stamp(text)
         if self._millis:
             value /= 1000.0
@@ -231,8 +238,15 @@ def _number(cell: str) -> float:
 
 def _stamp(text: str) -> float:
     text = _ZONE.sub("", text).replace("/", "-")
-    read = datetime.fromisoformat(f"1970-01-01 {text}" if _CLOCK.fullmatch(text) else text)
+    try:
+        read = _date_time(text)
+    except ValueError:
+        read = _date_time(_SINGLE.sub(r"0\g<0>", text))
     return (read if read.tzinfo else read.replace(tzinfo=UTC)).timestamp()
+
+
+def _date_time(text: str) -> datetime:
+    return datetime.fromisoformat(f"1970-01-01 {text}" if _CLOCK.fullmatch(text) else text)
 
 
 def _samples(
@@ -303,13 +317,15 @@ def _one_device(samples: Sequence[Sample], file: str, notes: list[str]) -> None:
 
 def _in_order(samples: list[Sample], notes: list[str]) -> list[Sample]:
     """In that of time."""
-    back = [number for number in range(1, len(samples)) if samples[number].at < samples[number - 1].at]
-    if not back:
+    if all(one.at <= other.at for one, other in itertools.pairwise(samples)):
         return samples
-    if len(back) > max(3, _DISORDER * len(samples)):
-        return sorted(samples, key=lambda sample: sample.at)
-    usual, cut, later = interval(sorted(samples, key=lambda sample: sample.at)), 0, 0.0
-    starts, found = set(back), []
+    in_order = sorted(samples, key=lambda sample: sample.at)
+    usual, cut, later = interval(in_order), 0, 0.0
+    steps = enumerate(itertools.pairwise(samples), start=1)
+    starts = {number for number, (one, other) in steps if one.at - other.at > HOLE * usual}
+    if not starts or len(starts) > max(3, _DISORDER * len(samples)):
+        return in_order
+    found = []
     for number, sample in enumerate(samples):
         if number in starts:
             gone = samples[number - 1].at - sample.at
@@ -322,4 +338,4 @@ def _in_order(samples: list[Sample], notes: list[str]) -> list[Sample]:
     told = f"the clock goes back {cut} times: the record is cut there"
     if cut and told not in notes:  # of every device the same
         notes.append(told)
-    return found
+    return sorted(found, key=lambda sample: sample.at)
