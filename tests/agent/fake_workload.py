@@ -7,8 +7,8 @@ the first N moves), ``--die`` (exits on the first MoveOut), ``--slow S`` (answer
 seconds), ``--hold`` (answers none before it is told ``go``), ``--keep N`` (so much of what it gave back is
 kept by its allocator, and used again on MoveIn), ``--refuse-back`` (MoveIn fails). Commands arrive as lines
 on stdin: ``grow N``, ``use N`` (anonymous memory that is not state), ``drop``, ``reconnect``, ``check``,
-``busy N``, ``go``, ``free`` (its state), ``close`` (its channel, and live on), ``open`` (it again, with state
-made anew). Facts go out as JSON lines.
+``busy N``, ``go``, ``free`` (its state), ``close`` (its channel, and live on), ``open N`` (it again, with
+state made anew, and says that N bytes of it are in host memory). Facts go out as JSON lines.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Workload:
         self.state: mmap.mmap | None = fill(options.bytes, self.seed)
         self.size = options.bytes
         self.extra: list[mmap.mmap] = []
-        self.busy = options.busy
+        self.busy, self.away = options.busy, 0
         self.registered = pb.Registered()
         self.fd = -1
         self.call: grpc.Call | None = None
@@ -85,8 +85,8 @@ class Workload:
             start_time=self.options.start_time or int(stat[stat.rindex(")") + 2 :].split()[19]),
             rank=self.options.rank,
             state_bytes=self.size,
-            parked=self.state is None,
-            parked_bytes=self.size if self.state is None else 0,
+            parked=self.state is None or self.away > 0,
+            parked_bytes=self.size if self.state is None else self.away,
             need_bytes=self.options.need,
             modes=["offload"],
             device=self.options.device,
@@ -230,7 +230,7 @@ class Workload:
                 self.state.close()
                 self.state = None
             elif word == "open":
-                self.state = fill(self.size, self.seed)
+                self.state, self.away = fill(self.size, self.seed), int(rest or 0)
                 self.open.set()
             elif word in ("reconnect", "close") and self.call is not None:
                 if word == "close":

@@ -14,6 +14,7 @@ from coslice.agent import closed
 from coslice.agent.closed import ClosedChannel, ClosedChannels
 from coslice.agent.members import Member, MoveRefused
 from coslice.agent.processes import stopped
+from coslice.core.ids import GroupId
 from coslice.wire.upstream import snapshot_agent_pb2 as up
 from coslice.wire.v1 import coslice_pb2 as pb
 
@@ -89,7 +90,10 @@ async def test_a_native_process_that_gave_its_memory_back_has_no_state_any_more(
     assert (member.state_bytes, member.connected) == (0, False)
 
 
-async def test_who_comes_back_with_new_state_while_the_device_is_anothers_is_set_aside(node: Node) -> None:
+@pytest.mark.parametrize("away", [0, MIB])
+async def test_who_comes_back_with_new_state_while_the_device_is_anothers_is_set_aside(
+    node: Node, away: int
+) -> None:
     """As one that registers for the first time: nobody gets device memory by that or is ended for it."""
     await node.start(channel_grace=SOON, sample_interval=0.001)
     process = await node.workload("ours")
@@ -98,7 +102,7 @@ async def test_who_comes_back_with_new_state_while_the_device_is_anothers_is_set
     await process.do("free")
     await node.orchestrator.make_resident(GROUP, "theirs", 2)
     await node.workload("theirs")
-    process.tell("open")
+    process.tell(f"open {away}")
     await process.until("admitted")
     states = contexts((await node.status()).groups[0])
     assert states == {"ours": "SAVED", "theirs": "LIVE"}
@@ -215,3 +219,93 @@ async def test_who_is_stopped_has_not_closed_it_and_who_is_moved_without_it_need
     agents.over(member)
     assert isinstance(member.channel, ClosedChannel)
     assert not member.connected
+
+
+async def test_one_that_comes_back_with_state_it_does_not_tell_of_is_set_aside_too(node: Node) -> None:
+    """Of upstream's channel, which has no words for sizes."""
+    await node.start(channel_grace=SOON, sample_interval=0.001)
+    process = await loaded(node, "theirs")
+    await close(node, process)
+    await process.do("free")
+    await node.orchestrator.make_resident(GROUP, "ours", 2)
+    holder = await node.workload("ours")
+    await process.do("fill")
+    await process.do("open")
+    await process.until("told")
+    await registered(node, "theirs")
+    back = (await node.orchestrator.make_resident(GROUP, "theirs", 3)).done
+    assert contexts(back.residency) == {"ours": "SAVED", "theirs": "LIVE"}
+    assert (await process.until("restored"))["intact"]
+    assert holder.process.returncode is None
+
+
+async def test_who_takes_device_memory_without_a_turn_pays_for_it_and_not_who_holds_it(node: Node) -> None:
+    await node.start(channel_grace=SOON)
+    process = await loaded(node, "theirs")
+    await close(node, process)
+    await process.do("free")
+    await node.orchestrator.make_resident(GROUP, "ours", 2)
+    holder = await node.workload("ours")
+    assert node.agent is not None
+    sampler, member = node.agent.groups[GroupId(GROUP)].sampler, member_of(node, process)
+    await seen(lambda: sampler.used >= 100 * MIB)
+    member.gauge, member.device = lambda _: 100 * MIB, "cuda"
+    assert await process.ended() == -signal.SIGKILL
+    assert holder.process.returncode is None
+
+
+async def test_what_it_had_when_it_registered_is_not_taken_for_no_state(node: Node) -> None:
+    await node.start(orchestrator=None, channel_grace=SOON)
+    process, caller = await workload(node, "theirs"), Caller(node)
+    await close(node, process)
+    failed = await caller.ended(await caller.snapshot("theirs"))
+    assert failed.status == up.OPERATION_STATUS_FAILED
+    assert f"{LIVES_ON} nobody knows how much" in failed.error
+
+
+async def test_nothing_is_brought_ahead_of_it(node: Node) -> None:
+    """Were it refused in its place, room for it would be looked for again at once, without an end."""
+    await node.start(orchestrator=None, channel_grace=SOON)
+    process = await node.workload("ours", group="")
+    await close(node, process)
+    with pytest.raises(MoveRefused, match="has no channel to the agent"):
+        member_of(node, process).bring_ahead("o", MIB)
+
+
+async def test_an_order_whose_asker_went_away_may_be_carried_out_still(node: Node) -> None:
+    await node.start(orchestrator=None)
+    process = await node.workload("ours", "--hold", group="")
+    member = member_of(node, process)
+    out = pb.MoveOut(op="o/out")
+    command = pb.WorkloadCommand(move_out=out)
+    move = asyncio.create_task(member.move(out.op, command, timeout=PATIENCE))
+    await seen(lambda: member.moving)
+    move.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await move
+    assert member.unsure
+
+
+async def test_who_is_wanted_while_it_is_set_aside_comes_back_with_its_state(node: Node) -> None:
+    """It was wanted when another's turn was not over yet, and nobody is granted without its state."""
+    await node.start(channel_grace=SOON, sample_interval=0.001)
+    process = await node.workload("ours", "--hold")
+    await node.orchestrator.make_resident(GROUP, "ours", 1)
+    await close(node, process)
+    await process.do("free")
+    await node.orchestrator.make_resident(GROUP, "theirs", 2)
+    holder = await node.workload("theirs", "--hold")
+    other = asyncio.create_task(node.orchestrator.make_resident(GROUP, "others", 3))
+    await holder.until("moved_out")
+    wanted = asyncio.create_task(node.orchestrator.make_resident(GROUP, "ours", 4))
+    assert node.agent is not None
+    driver = node.agent.groups[GroupId(GROUP)].driver
+    await seen(lambda: driver.state.queued is not None)
+    process.tell("open")
+    await process.until("moved_out")
+    await holder.do("go")
+    await other
+    await seen(lambda: driver.state.queued is None)
+    await process.do("go")
+    assert contexts((await wanted).done.residency) == {"ours": "LIVE", "theirs": "SAVED"}
+    assert (await process.until("moved_in"))["intact"]

@@ -35,6 +35,9 @@ class ClosedChannel(OpenChannel):
         self.member = member
         self._member, self._measure, self._resized = member, measure, resized
         self._left_nothing = False
+        figures = member.device == "cuda" or member.state_bytes > 0 or member.empty > 0
+        self._told = figures or _anonymous(member) - member.baseline >= NOTABLE
+        """Can its state be told from its memory? What it had when it registered may be either."""
 
     def send(self, command: pb.WorkloadCommand) -> None:
         match command.WhichOneof("kind"):
@@ -42,14 +45,14 @@ class ClosedChannel(OpenChannel):
                 self._move_out(command.move_out.op)
             case "move_in":
                 self._move_in(command.move_in.op)
-            case "bring_ahead":
-                self._member.came_ahead(pb.Ahead(op=command.bring_ahead.op, ok=False))
             case _:
                 pass  # the others need no answer
 
     def _move_out(self, op: str) -> None:
         member = self._member
         used = self._measure(member) if member.device == "cuda" else _anonymous(member)
+        if not self._told:
+            used = None
         kept = member.residual if member.device == "cuda" else member.baseline
         if used is None or used - kept >= min(NOTABLE, member.state_bytes // 2 or NOTABLE):
             there = "nobody knows how much" if used is None else format_size(used - kept)

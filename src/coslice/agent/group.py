@@ -23,6 +23,7 @@ from coslice.agent.common import CommonCopies
 from coslice.agent.config import AgentConfig, GroupDevices
 from coslice.agent.members import Member, Members
 from coslice.agent.metrics import UNKNOWN, Meter
+from coslice.agent.occupancy import NOTABLE
 from coslice.agent.processes import kill
 from coslice.agent.sampler import UsageSampler
 from coslice.agent.tiers.disk import Damaged
@@ -113,7 +114,7 @@ class ServedGroup:
             members=lambda: [member for member in members.of_group(self.id) if member.admitted],
             measured=self._measured,
             out_of_memory=self.kill,
-            killable=self._on_device,
+            killable=self._killable,
             common=lambda: common.bytes(self.id),
         )
         self.driver: Driver[Holdings, ev.NodeEvent, fx.NodeEffect] = Driver(
@@ -173,9 +174,14 @@ class ServedGroup:
             peak_bytes=self.sampler.peak,
         )
 
-    def _on_device(self) -> frozenset[JobId]:
+    def _killable(self) -> frozenset[JobId]:
         on = (ev.ContextState.LIVE, ev.ContextState.LEAVING, ev.ContextState.RETURNING)
-        return frozenset(fact.job for fact in facts(self.driver.state).contexts if fact.state in on)
+        uninvited = frozenset(  # closed its channel, gave its memory back, and takes some without its turn
+            member.job
+            for member in self._members.of_group(self.id)
+            if member.parked and member.closed and member.usage() - member.residual >= NOTABLE
+        )
+        return uninvited or frozenset(f.job for f in facts(self.driver.state).contexts if f.state in on)
 
     # ── events ─────────────────────────────────────────────────────────────
 
@@ -259,7 +265,8 @@ class ServedGroup:
         """
         holdings = self.driver.state
         beside = others(holdings, member.job)
-        if not beside or not member.state_bytes:
+        there = member.state_bytes or member.usage() - member.residual >= NOTABLE
+        if not beside or not there:
             return True
         if not member.need or not all(declared(context) for context in beside):
             return False
@@ -458,6 +465,8 @@ class ServedGroup:
             self._calling_off = asyncio.get_running_loop().create_task(ahead.call_off())
 
     async def _restore(self, effect: fx.RunRestore) -> None:
+        for admission in tuple(self._admitting.get(effect.job, ())):
+            await admission.wait()  # its state may be on its way out
         members = self._members.of_job(self.id, effect.job)
         name = f"{effect.op}/{effect.job}/{effect.attempt}"
         await self._clear_of_ahead(but=effect.op)

@@ -138,6 +138,11 @@ class Member:
         return self._channel is not None and self._channel.open
 
     @property
+    def closed(self) -> bool:
+        """It closed its channel, and something else answers in its place."""
+        return self._channel is not None and not self._channel.open
+
+    @property
     def channel(self) -> "OpenChannel | None":
         return self._channel
 
@@ -220,6 +225,9 @@ class Member:
         try:
             async with asyncio.timeout(timeout):
                 return await pending.answer
+        except asyncio.CancelledError:  # whoever asked went away, and the process may be at it still
+            self.unsure = self.unsure or op.endswith(OUT)
+            raise
         except TimeoutError:
             self.unsure = self.unsure or op.endswith(OUT)
             why = "did not answer" if self.connected else "has no channel to the agent and did not come back"
@@ -271,7 +279,7 @@ class Member:
 
         Raises ``MoveRefused`` without a channel to it.
         """
-        if self._channel is None:
+        if self._channel is None or self.closed:
             raise MoveRefused(f"process {self.pid} has no channel to the agent", pid=self.pid)
         self.ahead, self.asked = self.ahead or 0, self.asked + 1
         self._channel.send(pb.WorkloadCommand(bring_ahead=pb.BringAhead(op=op, most_bytes=most)))

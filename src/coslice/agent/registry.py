@@ -436,7 +436,7 @@ class Registry:
         says = (message.state_bytes, message.need_bytes, parked, away, *unkept_of(message))
         known = (member.state_bytes, member.need, member.parked, member.away, member.unkept, member.bases)
         changed = known != says
-        came = member.parked and not (parked or away or member.moving)  # by itself: its channel was closed
+        came = member.parked and not (parked or member.moving)  # by itself: its channel was closed
         member.state_bytes, member.need, member.parked, member.away, member.unkept, member.bases = says
         member.modes = tuple(message.modes) or ("offload",)
         member.rank, member.device, member.backend = message.rank, message.device or "host", message.backend

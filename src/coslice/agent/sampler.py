@@ -38,7 +38,7 @@ class UsageSampler:
         killable: Callable[[], frozenset[JobId]],
         common: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``measured`` hears notable changes only. ``killable``: the jobs that are on the device now.
+        """``measured`` hears notable changes only. ``killable``: the jobs that may have to go for it.
         ``common``: bytes on the device that are several jobs'."""
         self._common = common
         self._group, self._budget, self._interval = group, budget, interval
