@@ -87,7 +87,8 @@ async def test_they_stay_together_where_it_fits_once_and_it_leaves_for_a_strange
         before[name] = await digest(jobs[name])
     assert contexts(done.residency) == {"job-a": "LIVE", "job-b": "LIVE"}
     assert f"- {BASE} MiB in common" in done.reason
-    assert (BASE + 2 * ADAPTER) * MIB <= await on_device(node) <= budget * MIB
+    # Both adapters, each above what its process had when it registered: it may have given some of that back.
+    assert (BASE + ADAPTER) * MIB < await on_device(node) <= budget * MIB
 
     await jobs["job-a"].do("merge")  # from now on a piece of the base is its own, and moves as such
     before["job-a"] = await digest(jobs["job-a"])
