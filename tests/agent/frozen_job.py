@@ -1,8 +1,8 @@
 """A LoRA job for the agent's tests. Run it as a script with JSON: job, group, sizes in MiB, and the arguments
 of ``register`` for the frozen base.
 
-Words on stdin: ``digest``, ``step`` (changes the adapter), ``merge`` (changes one piece of the base); each is
-answered by a line of JSON.
+Words on stdin: ``digest``, ``step`` (changes the adapter), ``merge`` (changes one piece of the base),
+``work`` (1 MiB of working memory, kept until ``rest``); each is answered by a line of JSON.
 """
 
 import json
@@ -27,11 +27,16 @@ def main() -> None:
     need = about["need"] * MIB
     handle = register(model, job=about["job"], group=about["group"], need=need, **about["frozen"])
     say(event="registered", error=str(handle.error or ""))
+    working: list[torch.Tensor] = []
     for line in sys.stdin:
         word = line.strip()
         with torch.no_grad():
             for tensor in {"step": lora, "merge": base[:1]}.get(word, []):
                 tensor.add_(1.0)
+        if word == "work":
+            working.append(torch.ones(MIB // 4))
+        elif word == "rest":
+            working.clear()
         say(event="did", word=word, digest=digest([*base, *lora]) if word == "digest" else "")
 
 

@@ -69,6 +69,7 @@ def test_help_teaches_the_first_steps() -> None:
     [["status"], ["explain", "default"], ["run", "--job", "a", "--", sys.executable, "-c", "pass"]],
     ids=["status", "explain", "run"],
 )
+@pytest.mark.timeout(30)
 def test_without_an_orchestrator_every_command_says_how_to_start_one(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,6 +228,7 @@ class TestBounds:
         fake.until(lambda: not fake.groups["a"].queue)
         assert GATE.active == 0
 
+    @pytest.mark.timeout(BOUND)
     def test_nobody_listening_is_reported_with_how_to_start_one(self) -> None:
         client = coslice.Client("127.0.0.1:1", job="j", groups="a", connect_timeout=0.2)
         with pytest.raises(errors.OrchestratorUnreachable, match=r"127\.0\.0\.1:1.*coslice up"):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from coslice.testing.virtual_time import Stuck, outside, run_virtual
 
 
+@pytest.mark.timeout(30)
 def test_a_year_takes_no_time_and_timeouts_hold() -> None:
     async def main() -> float:
         loop = asyncio.get_running_loop()
